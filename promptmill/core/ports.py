@@ -72,7 +72,7 @@ class JobStore(Protocol):
 
     def get(self, job_id: str, tenant: str = "default") -> Job | None: ...
 
-    def list(
+    def page(
         self,
         tenant: str = "default",
         *,
