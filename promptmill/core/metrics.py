@@ -7,6 +7,7 @@ restarted child goes on counting, and the directory does not grow.
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import prometheus_client.values
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -36,8 +37,8 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"promptmill_{name}", text, labels, buckets=buckets, registry=self.registry)
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"promptmill_{name}", text, labels, multiprocess_mode="mostrecent", registry=self.registry)
+        def gauge(name: str, text: str, *labels: str, over_processes: Literal["mostrecent", "sum"] = "mostrecent") -> Gauge:
+            return Gauge(f"promptmill_{name}", text, labels, multiprocess_mode=over_processes, registry=self.registry)
 
         self.requests = counter("requests_total", "HTTP requests", "route", "code")
         self.jobs = counter("jobs_total", "Jobs that became terminal", "priority", "status")
@@ -57,7 +58,7 @@ class Metrics:
         self.e2e = histogram("e2e_request_latency_seconds", "Creation to terminal state", LONG, "priority")
         self.kv_bytes = gauge("kv_cache_bytes", "KV cache", "state")
         self.engine_rows = gauge("engine_rows", "Rows of the engine", "state")
-        self.viewers = gauge("stream_viewers", "Open streams of this host's api", "transport")
+        self.viewers = gauge("stream_viewers", "Open streams of this host's api", "transport", over_processes="sum")
 
 
 def exposition(metrics: Metrics, *collectors: object) -> bytes:

@@ -48,7 +48,8 @@ class ModelCard:
             data = json.loads((folder / CARD).read_text(encoding="utf-8"))
             return cls(**{**data, "eos_token_ids": tuple(data["eos_token_ids"])})
         except FileNotFoundError:
-            raise ConfigError(f"no model at {folder}; bring one with: promptmill models pull {DEFAULT_MODEL}") from None
+            hint = f"promptmill models list shows what is there, promptmill models pull {DEFAULT_MODEL} brings the default"
+            raise ConfigError(f"no model at {folder}; {hint}") from None
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{folder / CARD} is damaged ({error}); pull the model again") from error
 
