@@ -31,13 +31,14 @@ class RowWork:
 
     ``slot``: the row's place in the KV cache. ``past``: tokens of it that are already there.
     ``token_ids``: the tokens to run now, at positions past, past + 1, …. ``draw`` is None while
-    more of the prompt is to come.
+    more of the prompt is to come. ``model``: the served name, for runners that serve several.
     """
 
     slot: int
     past: int
     token_ids: Sequence[int]
     draw: Draw | None
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Runner(Protocol):
     context_length: int
     vocab_size: int
     batch_invariant: bool  # a row's tokens do not depend on the rows beside it, by a self-check at load
+    rows: int  # for all priorities; slots are 0 .. rows + reserved - 1
+    kv_budget_bytes: int  # what kv_bytes of all open rows may sum up to
 
     def kv_bytes(self, tokens: int) -> int:
         """KV bytes of one row that may grow to ``tokens`` tokens."""

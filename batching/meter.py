@@ -1,0 +1,33 @@
+"""What the loop reports to Prometheus. Labelled children are looked up once: a step is a few milliseconds."""
+
+from batching.scheduler import Plan
+from promptmill.core.metrics import Metrics
+from promptmill.core.ports import EngineStats
+
+
+class EngineMeter:
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._running = metrics.engine_rows.labels("running")
+        self._waiting = metrics.engine_rows.labels("waiting")
+        self._kv_used = metrics.kv_bytes.labels("used")
+        self._kv_total = metrics.kv_bytes.labels("total")
+
+    def step(self, plan: Plan, seconds: float) -> None:
+        self._metrics.step.observe(seconds)
+        if plan.decode_rows:
+            self._metrics.decode_rows.observe(plan.decode_rows)
+        if plan.prompt_tokens:
+            self._metrics.prompt_tokens.inc(plan.prompt_tokens)
+
+    def token(self, gap_s: float | None) -> None:
+        """A token was drawn, ``gap_s`` after the row's one before (None: its first)."""
+        self._metrics.generation_tokens.inc()
+        if gap_s is not None:
+            self._metrics.inter_token.observe(gap_s)
+
+    def occupancy(self, stats: EngineStats) -> None:
+        self._running.set(sum(stats.running.values()))
+        self._waiting.set(stats.waiting)
+        self._kv_used.set(stats.kv_bytes_used)
+        self._kv_total.set(stats.kv_bytes_total)
