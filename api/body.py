@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from flask import Request
+from gunicorn.http.errors import ParseException
 
 from promptmill.core.errors import BadRequest, PayloadTooLarge, UnsupportedMediaType
 
@@ -36,13 +37,16 @@ def read_object(request: Request, limit: int) -> dict[str, Any]:
 
 def _read(request: Request, limit: int) -> bytes:
     """The whole body. Not by Flask's MAX_CONTENT_LENGTH: that cuts a chunked body off without a word."""
-    if (request.content_length or 0) <= limit:
+    promised = request.content_length or 0
+    if promised <= limit:
         body = bytearray()
-        while chunk := request.stream.read(min(READ_BYTES, limit + 1 - len(body))):
+        while chunk := _next_chunk(request, min(READ_BYTES, limit + 1 - len(body))):
             body += chunk
             if len(body) > limit:
                 break
         else:
+            if len(body) < promised:
+                raise BadRequest("the body ended before its Content-Length", code="invalid_json")
             return bytes(body)
     if "Expect" not in request.headers:  # else the client waits for leave to send, which it does not get
         _drain(request)
@@ -52,8 +56,16 @@ def _read(request: Request, limit: int) -> bytes:
 def _drain(request: Request) -> None:
     """Take in the rest, so that the client comes to read the answer instead of a broken pipe."""
     left = MAX_DRAINED
-    while left > 0 and (chunk := request.stream.read(READ_BYTES)):
+    while left > 0 and (chunk := _next_chunk(request, READ_BYTES)):
         left -= len(chunk)
+
+
+def _next_chunk(request: Request, size: int) -> bytes:
+    """Raises BadRequest when the transfer is broken. The server's own words about it hold pieces of the body: they go nowhere."""
+    try:
+        return request.stream.read(size)
+    except (OSError, ParseException):
+        raise BadRequest("the body did not arrive whole", code="invalid_json") from None
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -120,20 +132,29 @@ class _Floats:
 
 def _refuse_flaws(root: dict[str, Any]) -> None:
     """Raises BadRequest with the path of a number that is not finite, or of half a surrogate pair."""
-    todo: list[tuple[str, Any]] = [("", root)]
-    while todo:
-        path, value = todo.pop()
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if not _whole(key):
-                    raise BadRequest("a key holds half a surrogate pair", param=path or None, code="invalid_json")
-                todo.append((f"{path}.{key}" if path else key, item))
-        elif isinstance(value, list):
-            todo += [(f"{path}[{at}]", item) for at, item in enumerate(value)]
-        elif isinstance(value, float) and not abs(value) < float("inf"):
-            raise BadRequest("a number must be finite", param=_printable(path))
-        elif isinstance(value, str) and not _whole(value):
-            raise BadRequest("a text holds half a surrogate pair", param=_printable(path))
+    _refuse_flaw(root, ())
+
+
+def _refuse_flaw(value: Any, path: tuple[str | int, ...]) -> None:
+    """``path``: keys and places from the root; made into a text only for an answer, since keys may be long."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not _whole(key):
+                raise BadRequest("a key holds half a surrogate pair", param=_path_text(path) or None, code="invalid_json")
+            _refuse_flaw(item, (*path, key))
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            _refuse_flaw(item, (*path, at))
+    elif isinstance(value, float) and not abs(value) < float("inf"):
+        raise BadRequest("a number must be finite", param=_path_text(path))
+    elif isinstance(value, str) and not _whole(value):
+        raise BadRequest("a text holds half a surrogate pair", param=_path_text(path))
+
+
+def _path_text(path: tuple[str | int, ...]) -> str:
+    """Such as ``messages[2].role``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in path)
+    return _printable(text.removeprefix("."))
 
 
 def _whole(text: str) -> bool:

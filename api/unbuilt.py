@@ -83,7 +83,8 @@ def refuse_unbuilt(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         known = name in NEUTRAL or name.startswith(PREFIXES)
         if known and value is not None and not any(_same(value, neutral) for neutral in NEUTRAL.get(name, NOTHING)):
-            raise Unsupported(f"{name} is not supported by this version{_hint(name)}", param=name)
+            shown = name[:100]  # a prefix may have any tail
+            raise Unsupported(f"{shown} is not supported by this version{_hint(name)}", param=shown)
 
 
 def _hint(name: str) -> str:
@@ -105,7 +106,7 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, names: set[str]) -> None:
-        for name in sorted(names - self._seen):
+        for name in sorted({name[:100] for name in names} - self._seen):
             if len(self._seen) < MAX_NAMES:
                 self._seen.add(name)
-                log.info("ignoring an unknown field", field=name[:100])
+                log.info("ignoring an unknown field", field=name)

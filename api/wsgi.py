@@ -1,4 +1,4 @@
-"""The composition root of the api: ``gunicorn --worker-class gthread … api.wsgi:app``.
+"""The composition root of the api: ``gunicorn --worker-class api.server.Worker … api.wsgi:app``.
 
 gunicorn loads it in each worker process (no --preload), so connections and threads belong to the
 worker. Loads neither torch nor transformers.

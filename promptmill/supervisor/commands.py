@@ -45,7 +45,7 @@ def api(settings: Settings) -> Command:
     """
     arguments = (
         "api.wsgi:app",
-        "--worker-class=gthread",
+        "--worker-class=api.server.Worker",
         f"--workers={settings.api_workers}",
         f"--threads={settings.api_threads}",
         f"--bind={address(settings.host, settings.port)}",

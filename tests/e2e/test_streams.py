@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
-from simple_websocket import Client as WebSocket
 from simple_websocket import ConnectionClosed
 
 from tests.support.client import Client, Viewer, text_of
 from tests.support.system import System
+from tests.support.websocket import WebSocket
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-from simple_websocket import Client as WebSocket
 from simple_websocket import ConnectionClosed, ConnectionError
 
 from promptmill.core import events
@@ -28,7 +27,9 @@ from storage.jobs import SqlJobStore
 from storage.stream import RedisTokenStream
 from tests.support.api import TINY, make_model_folder
 from tests.support.client import Client, Viewer
+from tests.support.processes import alive, descendants
 from tests.support.servers import die_with_parent, eventually, free_port
+from tests.support.websocket import WebSocket
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 1_000_000
@@ -81,7 +82,11 @@ def serving(tmp_path: Path, sqlite_url: str, redis_url: str, **settings: Any) ->
     given = {"data_dir": tmp_path, "model": TINY, "database_url": sqlite_url, "redis_url": redis_url, "port": port, **settings}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PROMPTMILL_", "PROMETHEUS_"))}
     environment |= {f"PROMPTMILL_{name.upper()}": str(value) for name, value in given.items()}
-    options = ["--worker-class=gthread", f"--workers={settings.get('api_workers', 1)}", f"--threads={settings.get('api_threads', 100)}"]
+    options = [
+        "--worker-class=api.server.Worker",
+        f"--workers={settings.get('api_workers', 1)}",
+        f"--threads={settings.get('api_threads', 100)}",
+    ]
     command = [sys.executable, "-m", "gunicorn", "api.wsgi:app", *options, f"--bind=127.0.0.1:{port}", "--no-control-socket"]
     with (tmp_path / "api.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=log, preexec_fn=die_with_parent)
@@ -317,3 +322,61 @@ def test_redis_away_still_takes_jobs_in(tmp_path: Path, sqlite_url: str):
         outcome = Outcome((Choice(0, TEXT, IDS, "length"),), Usage(2, 10))
         server.store.finish_many([Finish(job, 1, "w", Status.SUCCEEDED, outcome)])
         assert Viewer().watch(server.client.events(job)).text == TEXT
+
+
+def raw(server: Server, sent: bytes) -> socket.socket:
+    """A connection that has sent ``sent`` and nothing more."""
+    url = httpx.URL(server.client.url)
+    connection = socket.create_connection((url.host, url.port), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def post(server: Server, headers: str, body: bytes) -> bytes:
+    host = httpx.URL(server.client.url).netloc.decode()
+    lines = f"POST /v1/jobs HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{headers}\r\n\r\n"
+    with raw(server, lines.encode() + body) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_clients_that_do_not_hang_up_keep_nobody_waiting(server: Server):
+    """gthread would wait 2 s for each of them on the loop that serves all: 40 s in all, beyond the patience below."""
+    host = httpx.URL(server.client.url).netloc
+    held = [raw(server, b"GET /health/live HTTP/1.0\r\nHost: " + host + b"\r\n\r\n") for _ in range(20)]
+    try:
+        for connection in held:
+            assert b" 200 OK" in connection.recv(65536)
+        assert httpx.get(f"{server.client.url}/health/live", timeout=15, trust_env=False).status_code == 200
+    finally:
+        for connection in held:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ("Transfer-Encoding: chunked", b'{"prompt":"my diary"}\r\n'),
+        ("Transfer-Encoding: chunked", b"zz\r\n"),
+        ("Transfer-Encoding: chunked", b'20\r\n{"prompt":"my diary'),
+        ("Content-Length: 90", b'{"prompt":"my diary","max_tokens":1}'),
+    ],
+    ids=["a chunk that is none", "no size", "a chunk cut off", "a body cut off"],
+)
+def test_a_broken_transfer_is_400_and_stays_out_of_the_log(server: Server, headers: str, body: bytes):
+    answer = post(server, headers, body)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'"code": "invalid_json"' in answer or b'"code":"invalid_json"' in answer
+    assert b"diary" not in (server.metrics.parent / "api.log").read_bytes()
+    assert server.client.jobs() == []
+
+
+def test_a_worker_whose_master_was_killed_ends_with_its_viewers(server: Server):
+    job = server.submit()
+    shown = server.client.events(job)
+    assert next(shown)["type"] == "queued"
+    workers = [process.pid for process in descendants(server.process.pid)]
+    assert workers
+    server.process.kill()
+    eventually(lambda: not any(alive(pid) for pid in workers), 20, "the end of the workers")
+    shown.close()

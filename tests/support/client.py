@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from simple_websocket import Client as WebSocket
 from simple_websocket import ConnectionClosed
 
 from promptmill.core.clock import SYSTEM_CLOCK
+from tests.support.websocket import WebSocket
 
 Json = dict[str, Any]
 TERMINAL = ("done", "error")
@@ -82,10 +82,7 @@ class Client:
         socket = WebSocket.connect(f"{self.url.replace('http', 'ws', 1)}/v1/jobs/{job}/ws{query}")
         try:
             while (message := socket.receive(timeout=timeout)) is not None:
-                event = json.loads(message)
-                yield event
-                if event["type"] in TERMINAL:  # the server closes now; its code may be lost to a closed connection
-                    return
+                yield json.loads(message)
             raise TimeoutError(f"no event of {job} for {timeout} s")
         except ConnectionClosed as closed:
             if closed.reason not in (None, 1000):

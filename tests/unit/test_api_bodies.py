@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.body import parse_object
 from tests.support.api import Twins, make_twins
 
 LIMIT = 1_000_000
@@ -121,3 +123,21 @@ def test_the_field_of_a_number_that_is_not_finite_is_named(api: Twins):
     assert error["param"] == "temperature"
     error = check_shape(api.post_raw(b'{"messages": [{"role": "user", "content": "hi", "x": NaN}]}'), 400)
     assert error["param"] == "messages[0].x"
+
+
+def test_long_keys_over_long_lists_cost_no_memory_of_their_own():
+    """The path of a flaw is made only when there is one: else a small body grows to key length x list length."""
+    body = b'{"e": "\\ud83d\\ude00", "' + b"k" * 2000 + b'": [' + b"0," * 100_000 + b"0]}"
+    tracemalloc.start()
+    try:
+        parse_object(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * len(body)
+
+
+def test_what_a_client_names_comes_back_short(api: Twins):
+    answer = api.submit({"prompt": "hi", "guided_" + "x" * 100_000: 1})
+    assert answer.status_code == 400
+    assert len(answer.data) < 1000

@@ -27,7 +27,9 @@ def test_every_process_is_named_by_its_role_or_by_its_setting(name: str):
 
 def test_the_api_listens_where_the_settings_say():
     argv = COMMANDS["api"](SETTINGS).argv
-    assert {"--bind=10.0.0.1:8123", "--workers=2", "--threads=100", "--worker-class=gthread", "--graceful-timeout=25"} <= set(argv)
+    assert {"--bind=10.0.0.1:8123", "--workers=2", "--threads=100", "--worker-class=api.server.Worker", "--graceful-timeout=25"} <= set(
+        argv
+    )
 
 
 def test_the_worker_takes_the_pool_of_the_app_and_drains_on_sigterm():
