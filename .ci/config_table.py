@@ -26,6 +26,7 @@ VALUES = {
     "Annotated[int, Field(ge=80)]": "integer >= 80",
     "Path": "path",
     "Path | None": "path",
+    "bool": "`true`, `false`",
     "str": "text",
     "tuple[str, ...]": "JSON list of texts",
 }
@@ -57,6 +58,8 @@ def values(annotation: str) -> str:
 def shown(default: Any) -> str:
     if default in ("", None, ()):
         return ""
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
     number = int(default) if isinstance(default, float) and default.is_integer() else default
     return f"`{number}`"
 

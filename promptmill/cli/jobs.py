@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -38,15 +39,34 @@ def submit(
     max_tokens: Annotated[int | None, typer.Option("--max-tokens")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature")] = None,
     seed: Annotated[int | None, typer.Option("--seed")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="So many answers.")] = None,
+    logprobs: Annotated[int | None, typer.Option("--logprobs", help="Logprobs with so many alternatives; see them with --json.")] = None,
+    schema: Annotated[Path | None, typer.Option("--json-schema", help="Answer in JSON of the schema in this file.")] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="Answer with a match of it.")] = None,
+    choice: Annotated[list[str] | None, typer.Option("--choice", help="Answer with one of the choices; repeat it.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Submit a prompt; print the job's id, or with --stream or --wait its answer (then as an interactive job)."""
     if raw and system is not None:
         raise typer.BadParameter("--raw takes no --system")
+    if stream and not json and n is not None and n > 1:
+        raise typer.BadParameter("the tokens of several answers come mixed: use --wait, or --json")
     prompt = sys.stdin.read() if text == "-" else text
     attended: Priority | None = "interactive" if stream or wait else None
-    fields = {"model": model, "priority": priority or attended, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    fields = {
+        "model": model,
+        "priority": priority or attended,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "n": n,
+        "guided_json": _read(schema) if schema else None,
+        "guided_regex": regex,
+        "guided_choice": choice or None,
+        "logprobs": logprobs if raw or logprobs is None else True,
+        "top_logprobs": None if raw else logprobs,
+    }
     body: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if raw:
         body["prompt"] = prompt
@@ -99,6 +119,13 @@ def cancel(job: Annotated[str, typer.Argument(help="The job's id.")], url: Url =
         say(f"{answer['id']} {answer['status']}" + (" (stops at its next step)" if answer["status"] == "running" else ""))
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {path}: {error}") from None
+
+
 def _client(url: str | None) -> Client:
     return Client(server_url(url, load_settings()))
 
@@ -124,8 +151,10 @@ def _answer(job: dict[str, Any], json: bool) -> None:
     if json:
         as_json(job)
     elif result := job.get("result"):
-        choice = result["choices"][0]
-        say(choice["message"]["content"] if "message" in choice else choice["text"])
+        for choice in result["choices"]:
+            if len(result["choices"]) > 1:
+                note(f"[{choice['index']}]")
+            say(choice["message"]["content"] if "message" in choice else choice["text"])
     _judge(job["id"], job["status"], job.get("error"))
 
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from promptmill.core.errors import BadCursor
-from promptmill.core.jobs import CacheUse, JobError, Outcome, Status, Timings, Usage
+from promptmill.core.jobs import CacheUse, JobError, Outcome, Status, Timings, TokenLogprob, Usage
 
 SEQ_PER_TOKEN = 256
 TERMINAL_K = SEQ_PER_TOKEN - 1
@@ -83,13 +83,24 @@ def started(job: str, attempt: int, model: str) -> StreamEvent:
 
 
 def tokens(
-    job: str, attempt: int, *, index: int, pos: int, text: str, token_ids: Sequence[int], finish_reason: str | None = None
+    job: str,
+    attempt: int,
+    *,
+    index: int,
+    pos: int,
+    text: str,
+    token_ids: Sequence[int],
+    finish_reason: str | None = None,
+    logprobs: Sequence[TokenLogprob] | None = None,
 ) -> StreamEvent:
-    """Tokens of choice ``index``; ``pos`` = tokens of the job published before them, all choices."""
+    """Tokens of choice ``index``; ``pos`` = tokens of the job published before them, all choices.
+    ``logprobs``: per token [logprob, [[id, logprob], ...]]."""
     seq = SEQ_PER_TOKEN * (pos + len(token_ids))
     data: dict[str, Any] = {"index": index, "pos": pos, "text": text, "token_ids": list(token_ids)}
     if finish_reason is not None:
         data["finish_reason"] = finish_reason
+    if logprobs is not None:
+        data["logprobs"] = [item.to_json() for item in logprobs]
     return StreamEvent(job, Cursor(attempt, seq), EventType.TOKEN, data)
 
 

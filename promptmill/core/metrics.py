@@ -46,6 +46,8 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens run through a model")
         self.generation_tokens = counter("generation_tokens_total", "Tokens generated")
         self.cache_hits = counter("cache_hits_total", "Requests answered from a cache", "kind")
+        self.preemptions = counter("preemptions_total", "Running requests paused, with their KV kept or to be computed again", "mode")
+        self.prefix_cache_tokens = counter("prefix_cache_tokens_total", "Prompt tokens found in the prefix cache")
         self.leases_recovered = counter("leases_recovered_total", "Jobs taken back from a lost worker")
         self.messages_resent = counter("messages_resent_total", "Jobs sent to the broker again since their message was lost")
         self.queue_wait = histogram("queue_wait_seconds", "Creation to claim", LONG, "priority")

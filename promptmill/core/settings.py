@@ -53,6 +53,7 @@ class Settings(BaseSettings):
     api_threads: Annotated[int, Field(ge=80)] = 512  # per process; long-lived answers hold one each, 64 stay free
     max_body_bytes: Positive = 10 * 1024 * 1024  # of a request; beyond it 413
     max_tokens_cap: Positive = 2048  # largest max_tokens of a job; larger ones are clamped
+    job_tokens_cap: Positive = 32_768  # largest max_tokens times n, or times beam_width, of a job; beyond it 400
     allowed_origins: tuple[str, ...] = ()  # besides the server's own origin
     allowed_hosts: tuple[str, ...] = ()  # besides host:port, localhost and 127.0.0.1
     metrics_port: Port = 0  # of a worker; 0 = any free one
@@ -61,9 +62,12 @@ class Settings(BaseSettings):
     engine: Literal["torch", "instant"] = "torch"  # instant: no weights, a made-up text; for tests and load
     engine_rows: Count = 0  # rows for all priorities; 0 = 32 on CPU, 128 on CUDA
     reserved_rows: Count = 4  # further rows, for interactive jobs only
-    prefill_tokens: Positive = 256  # prompt tokens per step and per chunk
+    prefill_tokens: Positive = 256  # most prompt tokens per step
+    target_itl_ms: Millis = 0.0  # inter-token latency that rows and prefill of a step are held to; 0 = throughput only
     idle_window_ms: Millis = 20.0  # an idle engine waits so long for company; interactive does not wait
-    kv_cache_bytes: Count = 0  # 0 = a quarter of the memory on CPU
+    prefix_cache: bool = True  # requests of a tenant share the KV of equal beginnings
+    kv_cache_bytes: Count = 0  # 0 = a quarter of the memory on CPU, what the weights leave on CUDA
+    kernels: Literal["auto", "native", "torch"] = "auto"  # auto on CPU: C kernels where there is a compiler, else torch
     threads: Count = 0  # torch threads; 0 = all cores
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto on CPU: bfloat16 where the CPU computes in it
@@ -117,6 +121,10 @@ class Settings(BaseSettings):
     @property
     def cache(self) -> str:
         return self.cache_url or self.redis_url
+
+    @property
+    def kernels_dir(self) -> Path:
+        return self.data_dir / "kernels"
 
     @property
     def metrics_dir(self) -> Path:
