@@ -10,6 +10,7 @@ class EngineMeter:
         self._metrics = metrics
         self._running = metrics.engine_rows.labels("running")
         self._waiting = metrics.engine_rows.labels("waiting")
+        self._paused = metrics.engine_rows.labels("paused")
         self._kv_used = metrics.kv_bytes.labels("used")
         self._kv_total = metrics.kv_bytes.labels("total")
 
@@ -20,14 +21,23 @@ class EngineMeter:
         if plan.prompt_tokens:
             self._metrics.prompt_tokens.inc(plan.prompt_tokens)
 
-    def token(self, gap_s: float | None) -> None:
-        """A token was drawn, ``gap_s`` after the row's one before (None: its first)."""
-        self._metrics.generation_tokens.inc()
+    def tokens(self, count: int, gap_s: float | None) -> None:
+        """Tokens of a row came, ``gap_s`` after those before (None: its first)."""
+        self._metrics.generation_tokens.inc(count)
         if gap_s is not None:
             self._metrics.inter_token.observe(gap_s)
+
+    def cached(self, tokens: int) -> None:
+        """So many prompt tokens of a request were found in the prefix cache."""
+        if tokens:
+            self._metrics.prefix_cache_tokens.inc(tokens)
+
+    def pause(self, mode: str) -> None:
+        self._metrics.preemptions.labels(mode).inc()
 
     def occupancy(self, stats: EngineStats) -> None:
         self._running.set(sum(stats.running.values()))
         self._waiting.set(stats.waiting)
+        self._paused.set(stats.paused)
         self._kv_used.set(stats.kv_bytes_used)
         self._kv_total.set(stats.kv_bytes_total)

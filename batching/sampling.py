@@ -1,4 +1,4 @@
-"""The randomness of sampling: a function of (seed, position), no state and no stream.
+"""The randomness of sampling: a function of (seed, position, choice), no state and no stream.
 
 So a token does not depend on the rows beside it, and a run that starts again, or on another
 worker, draws the same. SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
@@ -19,14 +19,14 @@ def mix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that draws token ``position`` (0 = first) of the output under ``seed``.
+def uniform(seed: int, position: int, choice: int = 0) -> float:
+    """The number in [0, 1) that draws token ``position`` (0 = first) of output ``choice`` under ``seed``.
 
-    The seed (any integer, modulo 2^64) is mixed first, so that neighbouring seeds do not give the
-    same numbers shifted by a position.
+    Seed (any integer, modulo 2^64) and choice are mixed before the position is added, so that
+    neighbours do not give the same numbers shifted by a position.
     """
-    state = mix64(mix64(seed) + (position + 1) * _GAMMA)
-    return (state >> 11) * 2.0**-53
+    stream = mix64(mix64(seed) + choice * _GAMMA)
+    return (mix64(stream + (position + 1) * _GAMMA) >> 11) * 2.0**-53
 
 
 def seed_of(text: str) -> int:

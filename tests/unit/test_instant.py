@@ -13,10 +13,10 @@ from batching.engines import create_engine
 from batching.engines.instant import InstantRunner, word_ids
 from batching.options import EngineOptions
 from batching.request import ServedModel
-from batching.runner import Draw, RowWork
+from batching.runner import Draw, RowError, RowOutput, RowWork
 from promptmill.core.errors import ConfigError, Rejected
-from promptmill.core.jobs import Priority, SamplingParams
-from promptmill.core.ports import GenRequest
+from promptmill.core.jobs import Beam, Grammar, Priority, SamplingParams
+from promptmill.core.ports import GenRequest, Paused
 from tests.support.engine import finished, make_request, run_to_end, save_tiny_model, tiny_card, tiny_model
 
 
@@ -73,22 +73,129 @@ def test_greedy_and_unseeded_requests_draw_as_seed_zero(tmp_path: Path) -> None:
     assert greedy == unseeded == zero
 
 
-def test_a_run_that_goes_on_from_its_tokens_gives_the_same_rest() -> None:
-    """Whether a token was drawn here or before a restart: the row's tokens are what counts."""
-    runner = InstantRunner({"tiny": tiny_model()}, EngineOptions("instant", ()))
+def test_choices_differ_unless_greedy_and_each_is_the_same_beside_fewer(tmp_path: Path) -> None:
+    engine = make_instant(tmp_path)
+    for name, fields in (("a", {"n": 4}), ("b", {"n": 2}), ("g", {"n": 3, "temperature": 0.0})):
+        engine.submit(make_request(name, (20,) * 100, **{"temperature": 1.0, "seed": 3, **fields}))
+    events = run_to_end(engine)
+    four, two, greedy = ([choice.token_ids for choice in finished(events, name).outcome.choices] for name in "abg")
+    assert len(set(four)) == 4
+    assert two == four[:2]
+    assert len(set(greedy)) == 1
+
+
+def test_a_pause_that_keeps_or_loses_the_cache_changes_nothing(tmp_path: Path) -> None:
+    engine = make_instant(tmp_path)
+    [alone] = run(engine, make_request("a", (20,) * 100, temperature=1.0, seed=3, max_tokens=100))
+    for mode in ("keep", "recompute"):
+        engine.submit(make_request(mode, (20,) * 100, temperature=1.0, seed=3, max_tokens=100))
+        events = [event for _ in range(20) for event in engine.step()]
+        engine.pause(mode, mode)
+        events += engine.step()
+        assert Paused(mode, mode == "keep", asked=True) in events
+        engine.submit(make_request("other", (40,) * 300, max_tokens=50))
+        events += run_to_end(engine)
+        engine.resume(mode)
+        events += run_to_end(engine)
+        assert finished(events, mode).outcome.choices[0].token_ids == alone
+
+
+def test_a_run_that_goes_on_from_its_tokens_gives_the_same_rest(tmp_path: Path) -> None:
+    engine = make_instant(tmp_path)
+    request = make_request("a", (20,) * 100, temperature=1.0, seed=3, max_tokens=40)
+    [alone] = run(engine, request)
+    assert run(make_instant(tmp_path / "other"), replace(request, generated=(alone[:20],))) == [alone]
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("logprobs", {"logprobs": 0}),
+        ("prompt_logprobs", {"prompt_logprobs": 0}),
+        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("presence_penalty", {"presence_penalty": 1.0}),
+        ("frequency_penalty", {"frequency_penalty": 1.0}),
+        ("logit_bias", {"logit_bias": ((20, 1.0),)}),
+        ("min_p", {"min_p": 0.1}),
+        ("structured_outputs", {"grammar": Grammar("regex", "a+")}),
+        ("use_beam_search", {"beam": Beam(2)}),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path, param: str, fields: dict[str, object]) -> None:
+    engine = make_instant(tmp_path)
+    with pytest.raises(Rejected) as caught:
+        engine.submit(make_request("a", **fields))
+    assert (caught.value.param, caught.value.code) == (param, "not_supported_by_engine")
+
+
+# -- the cache
+
+
+@pytest.fixture
+def runner() -> InstantRunner:
+    return InstantRunner({"tiny": tiny_model()}, EngineOptions("instant", (), rows=4))
+
+
+def step(runner: InstantRunner, table: Sequence[int], past: int, ids: Sequence[int], position: int = 0) -> list[int]:
+    """What eight choices draw: there are few words, two texts may well have one in common."""
     sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
+    draws = tuple(Draw(sampling, 3, position, choice) for choice in range(8))
+    [result] = runner.step([RowWork(table, past, ids, draws, model="tiny")])
+    assert isinstance(result, RowOutput)
+    return [drawn.token for drawn in result.drawn]
 
-    def step(slot: int, past: int, ids: Sequence[int], position: int) -> int:
-        [token] = runner.step([RowWork(slot, past, ids, Draw(sampling, 3, position), "tiny")])
-        assert isinstance(token, int)
-        return token
 
-    runner.open(0, 20)
-    first = step(0, 0, (10, 11), 0)
-    second = step(0, 2, (first,), 1)
-    third = step(0, 3, (second,), 2)
-    runner.open(1, 20)
-    assert step(1, 0, (10, 11, first, second), 2) == third
+LONG = tuple(20 + n % 50 for n in range(100))  # one whole block, and a part of another
+
+
+def test_a_row_reads_its_past_through_its_table(runner: InstantRunner) -> None:
+    alone = step(runner, (0, 1), 0, LONG)
+    runner.step([RowWork((5, 3), 0, LONG[:37], model="tiny")])
+    assert step(runner, (5, 3), 37, LONG[37:]) == alone
+    second = step(runner, (5, 3), 100, alone[:1], 1)
+    assert step(runner, (6, 7), 0, (*LONG, alone[0]), 1) == second
+    runner.copy(1, 2)
+    assert step(runner, (0, 2), 100, alone[:1], 1) == second
+
+
+def test_a_wrong_block_gives_a_wrong_text(runner: InstantRunner) -> None:
+    right = step(runner, (0, 1), 0, LONG)
+    step(runner, (2, 3), 0, (99, *LONG[1:]))
+    assert step(runner, (2, 1), 64, LONG[64:]) != right
+    assert step(runner, (0, 1), 64, LONG[64:]) == right
+    runner.wipe([0])
+    assert step(runner, (0, 1), 64, LONG[64:]) != right
+
+
+def test_a_banned_word_is_not_drawn(runner: InstantRunner) -> None:
+    words = word_ids(tiny_model())
+
+    def draw(*banned: int) -> RowOutput | RowError:
+        [result] = runner.step([RowWork((0,), 0, (20,), (Draw(SamplingParams(max_tokens=9), 3, 0, banned=banned),), model="tiny")])
+        return result
+
+    banned: list[int] = []
+    for _ in words:
+        result = draw(*banned)
+        assert isinstance(result, RowOutput)
+        banned.append(result.drawn[0].token)
+    assert sorted(banned) == sorted(words)
+    assert isinstance(draw(*words), RowError)
+
+
+def test_the_cache_is_that_of_all_rows_twice_or_less_by_the_budget() -> None:
+    def blocks(**options: object) -> int:
+        runner = InstantRunner({"tiny": tiny_model()}, EngineOptions("instant", (), **options))  # type: ignore[arg-type]
+        assert runner.block_bytes == 512
+        return runner.blocks
+
+    assert blocks() == 2 * 36 * 2
+    assert blocks(rows=4, reserved_rows=1) == 2 * 5 * 2
+    assert blocks(kv_cache_bytes=10 * 512 + 511) == 10
+    assert blocks(kv_cache_bytes=10**12) == blocks()
+
+
+# -- models
 
 
 def test_several_models_are_served_each_with_its_own_words() -> None:
@@ -129,7 +236,7 @@ def test_every_row_can_have_the_whole_context(tmp_path: Path) -> None:
     engine = make_instant(tmp_path, rows=3, reserved_rows=1)
     for n in range(4):
         engine.submit(make_request(f"r{n}", (10,) * 500, Priority.INTERACTIVE, max_tokens=12))
-    engine.step_once()
+    engine.step()
     assert sum(engine.stats().running.values()) == 4
 
 
@@ -148,7 +255,7 @@ def test_the_instant_engine_loads_no_torch(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path)
     code = (
         "import sys; from pathlib import Path; from batching.engines import create_engine; from batching.options import EngineOptions\n"
-        f"create_engine(EngineOptions('instant', (Path({str(folder)!r}),))).start(print)\n"
+        f"create_engine(EngineOptions('instant', (Path({str(folder)!r}),))).prepare()\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
