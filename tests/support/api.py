@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from api.app import create_app
 from api.services import Services
-from api.tokenizing import ServedModel
+from api.tokenizing import GrammarCheck, ServedModel
 from promptmill.core.clock import Clock
 from promptmill.core.jobs import QueueName
 from promptmill.core.metrics import Metrics
@@ -56,6 +56,25 @@ def make_model_folder(folder: Path, *, name: str = TINY, template: str | None = 
     return folder
 
 
+def refused(api: "Twins", body: Any, param: str | None, code: str | None = None, status: int = 400) -> dict[str, Any]:
+    """The error; checks that it names the field and that no job was made."""
+    answer = api.submit(body)
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json["error"]
+    assert error["param"] == param, error
+    if code:
+        assert error["code"] == code
+    assert api.store.page().jobs == (), "a refused request left a job"
+    return error
+
+
+def stored(api: "Twins", body: Any) -> Any:
+    """The job that was made of an accepted request."""
+    answer = api.submit(body)
+    assert answer.status_code == 202, answer.text
+    return api.store.get(answer.json["id"])
+
+
 @dataclass
 class Twins:
     """The api's services in memory, each at hand, and a client."""
@@ -84,11 +103,13 @@ def make_twins(
     names: tuple[str, ...] = (TINY,),
     store_type: type[MemoryJobStore] = MemoryJobStore,
     fanout_type: type[MemoryFanOut] = MemoryFanOut,
+    grammars: GrammarCheck | None = None,
     **settings: Any,
 ) -> Twins:
-    """``store_type``, ``fanout_type``: twins with a fault or an ear."""
+    """``store_type``, ``fanout_type``: twins with a fault or an ear. ``grammars``: None = they are refused."""
     clock = clock or FakeClock()
-    served = {name: ServedModel.load(make_model_folder(folder / name, name=name), clock) for name in names}
+    make = None if grammars is None else lambda _tokenizer, _card: grammars
+    served = {name: ServedModel.load(make_model_folder(folder / name, name=name), clock, make) for name in names}
     stream = MemoryTokenStream(clock=clock)
     fanout = fanout_type(stream)
     fanout.start()

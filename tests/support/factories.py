@@ -20,6 +20,7 @@ from promptmill.core.jobs import (
     SamplingParams,
     Status,
     Timings,
+    TokenLogprob,
     Usage,
 )
 
@@ -39,6 +40,13 @@ def make_spec(prompt_ids: tuple[int, ...] = (1, 2, 3), max_tokens: int = 8, **sa
 
 def make_outcome(text: str = "four tokens of text", ids: tuple[int, ...] = (4, 5, 6, 7), reason: FinishReason = "stop") -> Outcome:
     return Outcome((Choice(0, text, ids, reason),), Usage(prompt_tokens=3, completion_tokens=len(ids)))
+
+
+def make_scored_outcome() -> Outcome:
+    """Two choices with logprobs, and those of a prompt of three tokens."""
+    scores = (TokenLogprob(-0.1, ((4, -0.1), (9, -2.5))), TokenLogprob(-9999.0))
+    choices = (Choice(0, "one", (4, 5), "stop", scores), Choice(1, "", (), "length", ()))
+    return Outcome(choices, Usage(prompt_tokens=3, completion_tokens=2), (None, TokenLogprob(-1 / 3, ((2, -1 / 3),)), TokenLogprob(-4.0)))
 
 
 def make_job(priority: Priority = Priority.INTERACTIVE, *, clock: Clock = SYSTEM_CLOCK, **fields: Any) -> NewJob:

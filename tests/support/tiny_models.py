@@ -9,12 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from batching.options import EngineOptions
 from promptmill.core.models import ModelCard
 
-# Small, but with everything that tells the families apart: grouped heads, biases, windows, caps, sinks.
-# (An intermediate size that is not a multiple of the vector width makes silu depend on its place in the batch.)
+# Small, but with everything that tells the families apart: grouped heads, biases, windows, caps, sinks, experts.
+# Widths that do not fill torch's vectors, so that a function which rounds the rest otherwise shows.
 _SIZE = {
     "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 40,
+    "intermediate_size": 60,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -25,16 +25,43 @@ _SIZE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_WINDOW = {"sliding_window": 7}
+_MIXED_WINDOW = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 28}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
-    "mistral": {"sliding_window": 7},
-    "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
-    "gpt_oss": {
-        "sliding_window": 7,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "layer_types": ["sliding_attention", "full_attention"],
+    "qwen3": {},
+    "mistral": _WINDOW,
+    "gemma2": {**_MIXED_WINDOW, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
+    "gemma3_text": {**_MIXED_WINDOW, "query_pre_attn_scalar": 8},
+    "gpt_oss": {**_MIXED_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4},
+    "phi3": _WINDOW,
+    "granite": {"embedding_multiplier": 2.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "cohere2": {**_MIXED_WINDOW, "logit_scale": 0.5},
+    "exaone4": _MIXED_WINDOW,
+    "glm4": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
+    "starcoder2": _WINDOW,
+    "opt": {"ffn_dim": 60, "word_embed_proj_dim": 40},
+    "deepseek_v3": {
+        **_EXPERTS,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 6,
     },
 }
 

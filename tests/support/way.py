@@ -16,6 +16,7 @@ from storage.memory import MemoryJobQueue, MemoryJobStore, MemoryResultCache, Me
 from tests.support.engine import FakeRunner, make_engine
 from tests.support.factories import make_job
 from workers.claims import Arrival, Claims
+from workers.engine_thread import EngineThread
 from workers.flusher import Flusher
 from workers.gate import Capacity
 from workers.registry import Abort, Registry, Run
@@ -25,8 +26,15 @@ from workers.way import JobWay, Parts
 WORKER = "worker-1@host/0001"
 
 
+class LoopBroken(BaseException):
+    """What no runner may raise: not an error of a step, so that nothing in the loop takes it for one."""
+
+
 class PausedRunner(FakeRunner):
-    """Steps only while ``go`` is set; ``stepped`` tells that a first step was done."""
+    """Steps only while ``go`` is set; ``stepped`` tells that a first step was done. One that ``breaks``
+    takes the engine's loop with it."""
+
+    breaks = False
 
     def __init__(self) -> None:
         super().__init__(rows=4, reserved=2)
@@ -36,6 +44,8 @@ class PausedRunner(FakeRunner):
     def step(self, rows: Sequence[RowWork]) -> list[RowResult]:
         if self.stepped.is_set():
             self.go.wait(10)
+        if self.breaks:
+            raise LoopBroken
         results = super().step(rows)
         self.stepped.set()
         return results
@@ -75,6 +85,8 @@ class Walk:
         self.queue, self.cache = MemoryJobQueue(), MemoryResultCache()
         self.runner = PausedRunner()
         self.engine = make_engine(self.runner, SYSTEM_CLOCK)
+        self.died = threading.Event()
+        self.thread = EngineThread(self.engine, on_death=self.died.set)
         self.registry = Registry(Capacity(4, 2), SYSTEM_CLOCK)
         self.flusher = Flusher(self.stream, SYSTEM_CLOCK, lambda job, attempt: self.way.lose(job, attempt))
         self.fed: list[Claim] = []
@@ -105,7 +117,7 @@ class Walk:
         self.way.abort(run, Abort.LOST)
 
     def __enter__(self) -> "Walk":
-        self.engine.start(self.sink)
+        self.thread.start(self.sink)
         self.flusher.start()
         return self
 
@@ -114,7 +126,7 @@ class Walk:
         self.stream.away = False
         self.way.close()
         self._threads.shutdown()
-        self.engine.close()
+        self.thread.close()
         self.flusher.close()
 
     def submit(self, **fields: object) -> NewJob:

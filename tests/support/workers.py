@@ -24,15 +24,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Worker:
-    """One ``celery -A workers.app worker``; its log lies in the mill's folder."""
+    """One ``celery -A workers.app worker``; its log lies in the mill's folder. ``prelude``: Python that runs before it."""
 
-    def __init__(self, mill: "Mill", name: str, **settings: object):
+    def __init__(self, mill: "Mill", name: str, prelude: str = "", **settings: object):
         self.node = f"{name}@{os.uname().nodename}"
         self.log = mill.folder / f"{name}.log"
         arguments = ["-A", "workers.app", "worker", "--without-gossip", "--without-mingle", "-n", f"{name}@%h"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "celery", *arguments],
+                [sys.executable, "-c", f"{prelude}\nfrom celery.__main__ import main\nmain()", *arguments],
                 cwd=REPOSITORY,
                 env=mill.environment(process=name, **settings),
                 stdout=log,
@@ -95,9 +95,9 @@ class Mill:
         given = {**self._settings, **settings, "env": "test"}
         return {**kept, **{f"PROMPTMILL_{name.upper()}": str(value) for name, value in given.items()}}
 
-    def start(self, name: str = "worker-1", **settings: object) -> Worker:
+    def start(self, name: str = "worker-1", prelude: str = "", **settings: object) -> Worker:
         """A worker that is ready for jobs."""
-        worker = Worker(self, name, **settings)
+        worker = Worker(self, name, prelude, **settings)
         self.workers.append(worker)
         eventually(lambda: worker.process.poll() is not None or self._ready(worker), START_SECONDS, f"{name} ready")
         assert worker.process.poll() is None, worker.lines()[-3000:]

@@ -18,11 +18,13 @@ from tests.support.tiny_models import tiny_model
 SPACE = bytes_to_unicode()[32]
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), SPACE * 2]
 MERGES = [f"{SPACE} {SPACE}"]
+# Heads that share the width evenly, as the file has no word for their size; rows of whole blocks of 32.
+SIZE = {"vocab_size": len(TOKENS), "hidden_size": 32, "head_dim": 8, "intermediate_size": 64}
 
 
 def source(folder, **fields):
     """A model whose weights bfloat16 can hold, as those of a converted file are."""
-    model = tiny_model("llama", folder, vocab_size=len(TOKENS), **fields)
+    model = tiny_model("llama", folder, **SIZE, **fields)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())

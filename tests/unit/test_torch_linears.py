@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from batching.engines.torch.linears import PackedLinear, pack_linears
 
@@ -20,6 +21,30 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(shape, bias):
         assert torch.allclose(whole, F.linear(x, linear.weight, linear.bias), atol=1e-4)
         for count in (1, 2, 3, 7, 32, 100):
             assert torch.equal(packed(x[:count]), whole[:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_transposed_layer_of_gpt2_is_packed_too(dtype):
+    torch.manual_seed(1)
+    layer = Conv1D(24, 1100).to(dtype).requires_grad_(False)
+    layer.bias.normal_()
+    packed = PackedLinear(layer)
+    x = torch.randn(9, 1100).to(dtype)
+    with torch.inference_mode():
+        whole = packed(x)
+        assert torch.allclose(whole, layer(x), atol=1e-4 if dtype is torch.float32 else 0.05, rtol=0.02)
+        assert torch.equal(packed(x[:1]), whole[:1])
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_of_another_class_is_left_alone():
+    model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4))
+    assert pack_linears(model)
+    assert [type(layer) for layer in model] == [Scaled, PackedLinear]
 
 
 def test_leading_dimensions_and_an_empty_batch_are_kept():

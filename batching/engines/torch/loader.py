@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from batching.engines.torch.attention import NAME
+from batching.engines.torch.fit import replace_attention
 from promptmill.core.errors import ConfigError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}  # others keep a recurrent state or need a mask of their own
@@ -32,12 +32,10 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
     except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"cannot load the model in {folder}: {str(error).splitlines()[0]}") from error
     model.eval().requires_grad_(False)
-    model.set_attn_implementation(NAME)
-    if model.config.get_text_config()._attn_implementation != NAME:
-        raise ConfigError(f"{type(model).__name__} has an attention of its own that cannot be replaced; this model cannot be served")
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ConfigError(f"{type(model).__name__} cannot compute the logits of chosen tokens alone; this model cannot be served")
-    return model.to(device)
+    _refuse_what_cannot_step(model)
+    model.to(device)
+    replace_attention(model, cache_argument(model))
+    return model
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -50,7 +48,21 @@ def _refuse_what_does_not_fit(config: Any) -> None:
         raise ConfigError(f"a model of type {config.model_type} has an encoder and a decoder; only decoders can be served")
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES)
     if others:
-        raise ConfigError(f"a model of type {config.model_type} has layers of type {', '.join(others)}, which cannot be served")
+        kinds = ", ".join(others)
+        raise ConfigError(
+            f"a model of type {config.model_type} has layers of type {kinds}; only those that attend to all or a window can be served"
+        )
+
+
+def _refuse_what_cannot_step(model: nn.Module) -> None:
+    kind, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+    if "logits_to_keep" not in parameters:
+        raise ConfigError(f"{kind} cannot compute the logits of chosen tokens alone; this model cannot be served")
+    if "position_ids" not in parameters:
+        raise ConfigError(f"{kind} cannot be told where in its text a token stands; this model cannot be served")
+    attentions = [module for module in model.modules() if hasattr(module, "layer_idx")]  # not those of an eye or an ear
+    if any(getattr(module, "is_causal", None) is False for module in attentions):
+        raise ConfigError(f"{kind} attends to both sides of a token; only decoders can be served")
 
 
 def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype) -> Any | None:

@@ -1,132 +1,206 @@
-"""The runner over an unchanged Hugging Face model: packed steps, KV slots, sampling."""
+"""The runner over a Hugging Face model: packed steps, a pool of KV blocks, sampling."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from batching.engines.torch.attention import PackedStep, PassCache, ShapeProbe, Span, Step, attending
+from batching.engines.torch.attention import Span
 from batching.engines.torch.device import choose_device, choose_dtype, choose_rows, choose_threads, kv_budget
-from batching.engines.torch.kv import KVShape, SlotKV
-from batching.engines.torch.linears import pack_linears
+from batching.engines.torch.fit import kv_shape, run_packed
+from batching.engines.torch.fuse import fuse, unsteady
+from batching.engines.torch.kv import block_bytes, create_pool
+from batching.engines.torch.linears import pack_linears, warm
 from batching.engines.torch.loader import cache_argument, load_model
-from batching.engines.torch.sampler import sample
+from batching.engines.torch.native import Native, load_native
+from batching.engines.torch.sampler import sample, score
 from batching.engines.torch.selfcheck import is_batch_invariant
 from batching.options import EngineOptions
-from batching.runner import RowResult, RowWork
+from batching.runner import BLOCK_TOKENS, Draw, Drawn, OutOfMemory, RowError, RowOutput, RowResult, RowWork
 from promptmill.core.errors import ConfigError
+from promptmill.core.jobs import TokenLogprob
 from promptmill.core.logs import get_logger
 from promptmill.core.models import ModelCard
+from promptmill.core.ports import Capabilities
+
+NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory")  # of torch and oneDNN, which have no class for it on a CPU
+LEAST_TOKENS = 512  # a KV cache for fewer, or for less than the context, serves nobody
 
 _log = get_logger(__name__)
 
 
 class TorchRunner:
-    """``batching.runner.Runner`` on torch. Slots are numbered 0 .. rows + reserved rows - 1.
+    """``batching.runner.Runner`` on torch.
 
-    ``rows``: rows of bulk and standard work in a step. ``kv_budget_bytes``: what all open slots may take
-    together; the engine loop keeps to it.
+    ``rows``: rows of bulk and standard work in a step; ``reserved`` more serve interactive requests.
+    ``kv_budget_bytes``: the most that the pool of blocks may take. Raises ConfigError when that is too little.
     """
 
-    def __init__(self, model: nn.Module, card: ModelCard, *, rows: int, kv_budget_bytes: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: nn.Module,
+        card: ModelCard,
+        *,
+        rows: int,
+        reserved: int,
+        kv_budget_bytes: int,
+        device: torch.device,
+        native: Native | None,
+    ):
         self.context_length = card.context_length
         self.vocab_size = card.vocab_size
         self.rows = rows
-        self.kv_budget_bytes = kv_budget_bytes
-        self.batch_invariant = False
+        self.caps = Capabilities()
         self._model = model
-        self._device = device
-        self._cache: dict[str, Any] = {cache_argument(model): PassCache(), "use_cache": False}
-        self._kv = SlotKV(self._probe_shape(dtype), device)
+        self._argmax = native.argmax if native is not None else None
+        self._cache_argument = cache_argument(model)
+        shape = kv_shape(model, self._cache_argument)
+        self.block_bytes = block_bytes(shape, native)
+        self.blocks = _blocks(kv_budget_bytes, self.block_bytes, card.context_length, rows + reserved)
+        self._kv = create_pool(shape, self.blocks, device, native)
 
-    def kv_bytes(self, tokens: int) -> int:
-        return self._kv.bytes(tokens)
-
-    def open(self, slot: int, tokens: int) -> None:
-        self._kv.open(slot, tokens)
-
-    def close(self, slot: int) -> None:
-        self._kv.close(slot)
+    @property
+    def exact_attention(self) -> bool:
+        return self._kv.exact
 
     def step(self, rows: Sequence[RowWork]) -> list[RowResult]:
-        drawing = [index for index, row in enumerate(rows) if row.draw is not None]
-        with torch.inference_mode():  # thread-local, so entered here and not once
-            logits = self.logits(rows)
-            drawn = sample(logits, [row.draw for row in rows if row.draw is not None]) if drawing else []
-        results: list[RowResult] = [None] * len(rows)
-        for index, result in zip(drawing, drawn, strict=True):
-            results[index] = result
-        return results
+        """See the port."""
+        try:
+            with torch.inference_mode():  # thread-local, so entered here and not once
+                logits = self.logits(rows)
+                return _results(logits, rows, self._argmax)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OutOfMemory(str(error)) from error
+        except RuntimeError as error:
+            if any(words in str(error) for words in NO_MEMORY):
+                raise OutOfMemory(str(error)) from error
+            raise
+
+    def copy(self, source: int, target: int) -> None:
+        with torch.inference_mode():
+            self._kv.copy(source, target)
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        with torch.inference_mode():
+            self._kv.wipe(blocks)
 
     def logits(self, rows: Sequence[RowWork]) -> Tensor:
-        """One forward pass: the logits [drawing rows, vocabulary] after the last token of each row that draws."""
+        """One forward pass; the logits [kept, vocabulary] at all ``kept_at`` of each row, one after the other."""
         ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
         keep: list[int] = []
         for row in rows:
             count = len(row.token_ids)
+            keep.extend(len(ids) + at for at in kept_at(row))
             ids.extend(row.token_ids)
             positions.extend(range(row.past, row.past + count))
-            spans.append(Span(row.slot, row.past, count))
-            if row.draw is not None:
-                keep.append(len(ids) - 1)
+            spans.append(Span(row.table, row.past, count))
         with torch.inference_mode():
-            return self._forward(PackedStep(spans, self._kv), ids, positions, keep)
+            packed = (torch.tensor(numbers, dtype=torch.long) for numbers in (ids, positions, keep))
+            return run_packed(self._model, self._cache_argument, self._kv.step(spans), *packed)
 
-    def _forward(self, step: Step, ids: list[int], positions: list[int], keep: list[int]) -> Tensor:
-        device = self._device
-        with attending(step):
-            output = self._model(
-                input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                logits_to_keep=torch.tensor(keep, dtype=torch.long, device=device),
-                **self._cache,
-            )
-        logits: Tensor = output.logits[0]
-        return logits
 
-    def _probe_shape(self, dtype: torch.dtype) -> KVShape:
-        """What the layers hand to their attention, seen in a dry pass over two tokens."""
-        probe = ShapeProbe()
-        with torch.inference_mode():
-            self._forward(probe, [0, 0], [0, 1], [1])
-        shapes = set(probe.layers.values())
-        if len(shapes) != 1 or sorted(probe.layers) != list(range(len(probe.layers))):
-            raise ConfigError(f"{type(self._model).__name__} has layers of different shapes, which cannot be served")
-        heads, key_dim, value_dim = shapes.pop()
-        return KVShape(len(probe.layers), heads, key_dim, value_dim, dtype)
+def kept_at(row: RowWork) -> list[int]:
+    """Which of the row's tokens in the step need logits: those that score what follows, then the last if it draws."""
+    kept = [] if row.score is None else list(range(row.score.first, row.score.first + len(row.score.targets)))
+    last = len(row.token_ids) - 1
+    if row.draws and last not in kept[-1:]:
+        kept.append(last)
+    return kept
 
 
 def load_runner(folder: Path, card: ModelCard, options: EngineOptions) -> TorchRunner:
-    """A runner that is ready to step: loaded, packed, checked and warm. Raises ConfigError."""
+    """A runner that is ready to step: loaded, packed, checked and warm. To be called on the thread that will step.
+    Raises ConfigError."""
     device = choose_device(options)
     dtype = choose_dtype(options, device)
     torch.set_num_threads(choose_threads(options))
+    native = _native(options, device)
     model = load_model(folder, dtype, device)
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     packed = device.type == "cpu" and pack_linears(model)
-    runner = TorchRunner(
-        model,
-        card,
-        rows=choose_rows(options, device),
-        kv_budget_bytes=kv_budget(options, device, weight_bytes),
-        device=device,
-        dtype=dtype,
-    )
-    runner.batch_invariant = is_batch_invariant(runner)  # also warms every kernel up
+    fused = fuse(model, native) if native is not None else []
+    rows, budget = choose_rows(options, device), kv_budget(options, device, weight_bytes)
+    try:
+        runner = TorchRunner(model, card, rows=rows, reserved=options.reserved_rows, kv_budget_bytes=budget, device=device, native=native)
+        if packed:
+            warm(model, rows + options.reserved_rows + options.prefill_tokens)
+        loose = unsteady(model)
+        invariant = runner.exact_attention and not loose and is_batch_invariant(runner)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a family that reads its layers otherwise than by calling them, or of a full memory
+        raise ConfigError(f"the model {card.name} cannot be served: {type(error).__name__}: {error}") from error
+    runner.caps = replace(runner.caps, batch_invariant=invariant)
     _log.info(
         "model_loaded",
         model=card.name,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
+        kernels="torch" if native is None else "native",
         packed_linears=packed,
-        batch_invariant=runner.batch_invariant,
+        fused=fused,
+        unsteady=loose,
+        batch_invariant=invariant,
         rows=runner.rows,
         weight_bytes=weight_bytes,
-        kv_budget_bytes=runner.kv_budget_bytes,
+        kv_bytes=runner.blocks * runner.block_bytes,
     )
     return runner
+
+
+def _native(options: EngineOptions, device: torch.device) -> Native | None:
+    """Raises ConfigError where kernels are demanded and cannot be had."""
+    if options.kernels == "torch" or device.type != "cpu":
+        return None
+    native = load_native(options.kernels_dir)
+    if native is None and options.kernels == "native":
+        raise ConfigError("the C kernels cannot be used here (the log says why); set the kernels to auto or torch")
+    return native
+
+
+def _blocks(budget: int, block_bytes: int, context_length: int, rows: int) -> int:
+    """As many as the budget allows; no more than all rows and as much again for the prefix cache can use."""
+    per_row = -(-context_length // BLOCK_TOKENS)
+    blocks = min(budget // block_bytes, 2 * rows * per_row)
+    tokens = blocks * BLOCK_TOKENS
+    if tokens < min(context_length, LEAST_TOKENS):
+        raise ConfigError(f"a KV cache of {budget >> 20} MiB holds {tokens} tokens of this model, which is too few to serve it")
+    if tokens < context_length:
+        _log.warning("kv_cache_small", tokens=tokens, context_length=context_length)
+    return blocks
+
+
+def _results(logits: Tensor, rows: Sequence[RowWork], argmax: Any) -> list[RowResult]:
+    """From the logits that ``TorchRunner.logits`` gives to what each row asked for."""
+    draws: list[Draw] = []
+    sources: list[int] = []  # the row of ``logits`` that each draw is from
+    scored: list[list[TokenLogprob] | RowError] = []
+    begin = 0
+    for row in rows:
+        kept = kept_at(row)
+        end = begin + len(kept)
+        if row.score is None:
+            scored.append([])
+        else:
+            scored.append(score(logits[begin : begin + len(row.score.targets)], row.score.targets, row.score.top))
+        draws.extend(row.draws)
+        sources.extend([end - 1] * len(row.draws))
+        begin = end
+    drawn = iter(sample(logits, sources, draws, argmax) if draws else ())
+    return [_result([next(drawn) for _ in row.draws], scores) for row, scores in zip(rows, scored, strict=True)]
+
+
+def _result(drawn: list[Drawn | RowError], scores: list[TokenLogprob] | RowError) -> RowResult:
+    """A row fails as a whole."""
+    if isinstance(scores, RowError):
+        return scores
+    good = [item for item in drawn if isinstance(item, Drawn)]
+    if len(good) < len(drawn):
+        return next(item for item in drawn if isinstance(item, RowError))
+    return RowOutput(tuple(good), tuple(scores))

@@ -1,0 +1,100 @@
+/* Kernels over the rows of a matrix. A row's bits depend on the row alone. Strides in values; a row is contiguous. */
+#include "vector.h"
+
+/* out = x / sqrt(mean(x^2) + eps), times weight, as the families of transformers do it:
+ * llama: the quotient is rounded to the storage type, then multiplied; gemma (one_plus): float32 times 1 + weight. */
+INLINE void norm_row(const int storage, const void *x, const void *weight, void *out, long width, float eps, int one_plus)
+{
+    f16x squares = splat(0.0f);
+    long whole = width / LANES * LANES, rest = width - whole;
+    for (long i = 0; i < whole; i += LANES) {
+        f16x v = load(storage, x, i);
+        squares = fma16(v, v, squares);
+    }
+    if (rest) {
+        f16x v = load_end(storage, x, whole, rest);
+        squares = fma16(v, v, squares);
+    }
+    f16x scale = splat(1.0f / sqrtf(sum_of(squares) / (float)width + eps));
+    for (long i = 0; i < width; i += LANES) {
+        f16x v = i < whole ? load(storage, x, i) : load_end(storage, x, i, rest);
+        f16x w = i < whole ? load(storage, weight, i) : load_end(storage, weight, i, rest);
+        f16x y = one_plus ? v * scale * (splat(1.0f) + w) : rounded(storage, v * scale) * w;
+        if (i < whole) store(storage, out, i, y);
+        else store_end(storage, out, i, rest, y);
+    }
+}
+
+void rms_norm(int64_t storage, const char *x, int64_t stride, const char *weight, char *out, int64_t rows, int64_t width, float eps,
+              int64_t one_plus, int64_t threads)
+{
+    const long size = 4 / storage;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * width > 8192)
+    for (long r = 0; r < rows; r++) {
+        if (storage == FLOAT32) norm_row(FLOAT32, x + r * stride * size, weight, out + r * width * size, width, eps, one_plus);
+        else norm_row(BFLOAT16, x + r * stride * size, weight, out + r * width * size, width, eps, one_plus);
+    }
+}
+
+/* out = silu(gate) rounded, times up. */
+INLINE f16x gated(const int storage, f16x gate, f16x up)
+{
+    return rounded(storage, gate / (splat(1.0f) + exp16(-gate))) * up;
+}
+
+INLINE void silu_mul_row(const int storage, const void *gate, const void *up, void *out, long width)
+{
+    long whole = width / LANES * LANES, rest = width - whole;
+    for (long i = 0; i < whole; i += LANES) store(storage, out, i, gated(storage, load(storage, gate, i), load(storage, up, i)));
+    if (rest)
+        store_end(storage, out, whole, rest, gated(storage, load_end(storage, gate, whole, rest), load_end(storage, up, whole, rest)));
+}
+
+void silu_mul(int64_t storage, const char *gate, int64_t gate_stride, const char *up, int64_t up_stride, char *out, int64_t rows,
+              int64_t width, int64_t threads)
+{
+    const long size = 4 / storage;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * width > 8192)
+    for (long r = 0; r < rows; r++) {
+        const char *g = gate + r * gate_stride * size, *u = up + r * up_stride * size;
+        if (storage == FLOAT32) silu_mul_row(FLOAT32, g, u, out + r * width * size, width);
+        else silu_mul_row(BFLOAT16, g, u, out + r * width * size, width);
+    }
+}
+
+/* The first place of the greatest value; -1 for a row that holds NaN or +inf. Each lane keeps the first place of its own. */
+INLINE int64_t argmax_row(const int storage, const void *x, long width)
+{
+    const i16x lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f16x best = splat(-INFINITY);
+    i16x place = lanes, bad = {0};
+    long whole = width / LANES * LANES;
+    for (long i = 0; i < whole; i += LANES) {
+        f16x v = load(storage, x, i);
+        i16x more = v > best;
+        best = choose(more, v, best);
+        place = (more & (lanes + (i16x)splat_word(i))) | (~more & place);
+        bad |= ~(v < splat(INFINITY)); /* neither NaN nor +inf is below it */
+    }
+    float greatest = whole ? greatest_of(best) : -INFINITY;
+    int64_t first = whole ? width : 0;
+    int32_t any = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        any |= bad[lane];
+        if (whole && best[lane] == greatest && place[lane] < first) first = place[lane];
+    }
+    for (long i = whole; i < width; i++) {
+        float v = load_end(storage, x, i, 1)[0];
+        any |= !(v < INFINITY);
+        if (v > greatest) greatest = v, first = i;
+    }
+    return any ? -1 : first;
+}
+
+void argmax(int64_t storage, const char *x, int64_t stride, int64_t *out, int64_t rows, int64_t width, int64_t threads)
+{
+    const long size = 4 / storage;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+    for (long r = 0; r < rows; r++)
+        out[r] = storage == FLOAT32 ? argmax_row(FLOAT32, x + r * stride * size, width) : argmax_row(BFLOAT16, x + r * stride * size, width);
+}
