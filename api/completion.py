@@ -41,7 +41,7 @@ def at_end(job: Job, cursor: Cursor) -> bool:
 def beyond_end(job: Job, cursor: Cursor, log_end: Cursor | None) -> bool:
     """Whether no event of ``job`` can ever have had the id ``cursor``. ``log_end``: the log's last
     id, None when the log is gone (a running job's may come back)."""
-    most = job.spec.sampling.max_tokens
+    most = job.spec.sampling.total_tokens
     if job.status.terminal:
         return cursor > events.terminal_cursor(job.attempt, job.outcome.tokens if job.outcome else most)
     if log_end is not None:
@@ -67,6 +67,7 @@ def _whole_text(job: Job) -> list[StreamEvent]:
                     text=choice.text,
                     token_ids=choice.token_ids,
                     finish_reason=choice.finish_reason,
+                    logprobs=choice.logprobs,
                 )
             )
         pos += len(choice.token_ids)

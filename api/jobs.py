@@ -1,13 +1,14 @@
 """Routes of jobs: submit, read, list, cancel."""
 
 import re
+from typing import Any
 
 from flask import Blueprint, Response, jsonify, request
 
 from api import errors
 from api.body import read_object
 from api.services import Services, services
-from api.shape import job_json, list_json
+from api.shape import job_json, list_json, without_logprobs
 from api.submit import Submitter
 from api.waiting import wait_for_end
 from promptmill.core import events
@@ -34,7 +35,7 @@ def blueprint(submitter: Submitter) -> Blueprint:
             key=request.headers.get("Idempotency-Key"),
             default=Priority.STANDARD,
         )
-        answer = jsonify(job_json(submitted.job))
+        answer = jsonify(_shown(submitted.job))
         answer.status_code = 202
         answer.headers["Location"] = f"/v1/jobs/{submitted.job.id}"
         if submitted.replayed:
@@ -65,7 +66,7 @@ def get_job(job_id: str) -> Response:
         raise NotFound("no such job")
     if job.status.terminal:
         log.info("delivered", job=job.id, tenant=job.tenant, transport="poll")
-    return jsonify(job_json(job))
+    return jsonify(_shown(job))
 
 
 def list_jobs() -> Response:
@@ -77,7 +78,7 @@ def list_jobs() -> Response:
     if after is not None and not _JOB_ID.fullmatch(after):
         raise BadRequest("after must be the id of a job", param="after")
     page = services().store.page(status=Status(status) if status else None, after=after, limit=_page_size())
-    return jsonify(list_json([job_json(job) for job in page.jobs], has_more=page.has_more))
+    return jsonify(list_json([_shown(without_logprobs(job)) for job in page.jobs], has_more=page.has_more))
 
 
 def cancel_job(job_id: str) -> Response:
@@ -90,8 +91,8 @@ def cancel_job(job_id: str) -> Response:
     if job is None:
         raise NotFound("no such job")
     if job.status.terminal and (before.status.terminal or job.status is not Status.CANCELLED):
-        return errors.answer(AlreadyFinished(f"the job is {job.status} already"), job=job_json(job))
-    answer = jsonify(job_json(job))
+        return errors.answer(AlreadyFinished(f"the job is {job.status} already"), job=_shown(job))
+    answer = jsonify(_shown(job))
     if job.status is Status.RUNNING:
         if job.node:
             own.queue.cancel(job.id, job.node)
@@ -99,6 +100,11 @@ def cancel_job(job_id: str) -> Response:
     else:
         _end_log(own, job)
     return answer
+
+
+def _shown(job: Job) -> dict[str, Any]:
+    model = services().models.get(job.model)
+    return job_json(job, model.texts if model else None)
 
 
 def _end_log(own: Services, job: Job) -> None:

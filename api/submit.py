@@ -5,6 +5,8 @@ import json
 import re
 from typing import Any
 
+from api.sampling import Limits
+from api.schemas import MAX_N
 from api.services import Services
 from api.validate import JobValidator, ValidJob
 from promptmill.core.errors import BadRequest, Unavailable
@@ -23,7 +25,9 @@ class Submitter:
 
     def __init__(self, services: Services):
         self._services = services
-        self._validator = JobValidator(services.models, max_tokens_cap=services.settings.max_tokens_cap)
+        settings = services.settings
+        limits = Limits(settings.max_tokens_cap, settings.job_tokens_cap, min(MAX_N, settings.engine_rows or MAX_N))
+        self._validator = JobValidator(services.models, limits)
 
     def submit(self, body: dict[str, Any], *, route: str, key: str | None, default: Priority) -> Submitted:
         """The job, committed: from here on it is not lost. ``key``: the Idempotency-Key header.

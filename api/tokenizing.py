@@ -1,21 +1,29 @@
 """From a request's text to token ids: the tokenizer of a served model, without torch or transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from api.chat_template import ChatTemplate
+from api.token_texts import TokenTexts
 from promptmill.core.clock import SYSTEM_CLOCK, Clock
-from promptmill.core.errors import BadRequest, ConfigError, ContextLengthExceeded
+from promptmill.core.errors import BadRequest, ConfigError, ContextLengthExceeded, Unsupported
+from promptmill.core.jobs import Grammar
 from promptmill.core.models import ModelCard
+
+GrammarCheck = Callable[[Grammar], str | None]  # why an engine cannot hold the output to it, or None
+MakeGrammarCheck = Callable[[Tokenizer, ModelCard], GrammarCheck]
+PROBLEM_LENGTH = 300
 
 
 class ServedModel:
     """A model as the API knows it: its card, tokenizer and chat template. Thread-safe."""
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None):
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, grammars: GrammarCheck | None = None):
         self.card = card
+        self.texts = TokenTexts(tokenizer)
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._template = template
         self._special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
@@ -24,8 +32,8 @@ class ServedModel:
         self._longest = max((len(tokenizer.id_to_token(i) or "") for i in range(tokenizer.get_vocab_size())), default=1)
 
     @classmethod
-    def load(cls, folder: Path, clock: Clock = SYSTEM_CLOCK) -> "ServedModel":
-        """Raises ConfigError when the folder holds no prepared model."""
+    def load(cls, folder: Path, clock: Clock = SYSTEM_CLOCK, make_grammar_check: MakeGrammarCheck | None = None) -> "ServedModel":
+        """``make_grammar_check``: None = grammars are refused. Raises ConfigError when the folder holds no prepared model."""
         card = ModelCard.load(folder)
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -33,13 +41,15 @@ class ServedModel:
             raise ConfigError(f"cannot read the tokenizer of {folder} ({error}); pull the model again") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        grammars = make_grammar_check(tokenizer, card) if make_grammar_check else None
         source = folder / "chat_template.jinja"
         if not source.is_file():
-            return cls(card, tokenizer, None)
+            return cls(card, tokenizer, None, grammars)
         tokens = {"bos_token": card.bos_token, "eos_token": card.eos_token}
         added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
         variables = {name: token for name, token in tokens.items() if token is not None}
-        return cls(card, tokenizer, ChatTemplate(source.read_text(encoding="utf-8"), variables=variables, added_tokens=added, clock=clock))
+        template = ChatTemplate(source.read_text(encoding="utf-8"), variables=variables, added_tokens=added, clock=clock)
+        return cls(card, tokenizer, template, grammars)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Ids of a raw prompt; special tokens in it count as such, as everywhere with raw prompts.
@@ -69,6 +79,14 @@ class ServedModel:
         if not ids:
             raise BadRequest("the model's chat template renders these messages to nothing", param="messages")
         return tuple(ids)
+
+    def check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Raises BadRequest for one that does not compile, Unsupported where there are none."""
+        if self._grammars is None:
+            raise Unsupported("structured output is not supported by this server", param=param)
+        problem = self._grammars(grammar)
+        if problem is not None:
+            raise BadRequest(f"the output cannot be held to this: {problem[:PROBLEM_LENGTH]}", param=param)
 
     def _check_size(self, characters: int, *, param: str) -> None:
         """Refuse before any work what can never fit: no token stands for more than ``longest``

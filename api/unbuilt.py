@@ -8,6 +8,7 @@ are ignored.
 from collections.abc import Mapping
 from typing import Any
 
+from api.schemas import JobRequest
 from promptmill.core.errors import Unsupported
 from promptmill.core.logs import get_logger
 
@@ -16,14 +17,6 @@ log = get_logger(__name__)
 NOTHING: tuple[Any, ...] = ()
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # name -> values that ask for nothing (null always does)
     # OpenAI
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": NOTHING,
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "stream": (False,),  # tokens are read from the job's events
     "stream_options": NOTHING,
@@ -31,7 +24,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # name -> values that ask for nothin
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": NOTHING,
     "prediction": NOTHING,
@@ -39,19 +31,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # name -> values that ask for nothin
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     # vLLM and its relatives
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
     "typical_p": (1,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),
     "allowed_token_ids": NOTHING,
-    "prompt_logprobs": NOTHING,
     "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": NOTHING,
     "add_special_tokens": NOTHING,
@@ -62,10 +47,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # name -> values that ask for nothin
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "logits_processors": ([],),
-    "structured_outputs": NOTHING,
     "grammar": NOTHING,
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
     # promptmill's own, of later parts
     "webhook": NOTHING,
     "deadline": NOTHING,
@@ -73,7 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # name -> values that ask for nothin
     "cancel_on_disconnect": (False,),
     "batch_id": NOTHING,
 }
-PREFIXES = ("guided_",)  # vLLM's older names of structured outputs
+PREFIXES = ("guided_",)  # vLLM's older names of structured outputs; four are built
 HARMLESS = frozenset({"user", "store", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"})
 MAX_NAMES = 1000  # unknown names remembered, so that each is logged once
 
@@ -81,7 +63,7 @@ MAX_NAMES = 1000  # unknown names remembered, so that each is logged once
 def refuse_unbuilt(body: Mapping[str, Any]) -> None:
     """Raises Unsupported for the first field that asks for what is not built."""
     for name, value in body.items():
-        known = name in NEUTRAL or name.startswith(PREFIXES)
+        known = name in NEUTRAL or (name.startswith(PREFIXES) and name not in JobRequest.model_fields)
         if known and value is not None and not any(_same(value, neutral) for neutral in NEUTRAL.get(name, NOTHING)):
             shown = name[:100]  # a prefix may have any tail
             raise Unsupported(f"{shown} is not supported by this version{_hint(name)}", param=shown)

@@ -8,18 +8,22 @@ import fcntl
 import itertools
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flask import Flask
+from tokenizers import Tokenizer
 
 from api.app import create_app
 from api.services import Services
 from api.stopping import stop_on_sigterm
 from api.tokenizing import ServedModel
 from promptmill.core.errors import ConfigError
+from promptmill.core.jobs import Grammar
 from promptmill.core.logs import configure_logs
 from promptmill.core.metrics import Metrics, share
-from promptmill.core.models import chosen_models
+from promptmill.core.models import ModelCard, chosen_models
 from promptmill.core.ports import Feed
 from promptmill.core.settings import Settings, load_settings
 from storage.cache import SqlResultCache
@@ -29,6 +33,9 @@ from storage.jobs import SqlJobStore
 from storage.stream import RedisTokenStream
 from storage.workers import RedisWorkerDirectory
 from workers.queue import CeleryQueue, Feeder
+
+if TYPE_CHECKING:
+    from batching.grammar import GrammarCompiler
 
 APP_LOAD_ERROR = 4  # gunicorn's exit code for "do not start this worker again"
 
@@ -50,6 +57,28 @@ class StartedByViewer:
 
     def close_feed(self, feed: Feed) -> None:
         self._fanout.close_feed(feed)
+
+
+class GrammarChecker:
+    """Compiles a grammar as the engines will. What that needs is built for the first one: most servers see none."""
+
+    def __init__(self, tokenizer: Tokenizer, card: ModelCard):
+        self._tokenizer = tokenizer
+        self._card = card
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+
+    def __call__(self, grammar: Grammar) -> str | None:
+        from batching.grammar import GrammarCompiler, GrammarError
+
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._tokenizer, self._card.vocab_size, self._card.eos_token_ids)
+        try:
+            self._compiler.check(grammar)
+        except GrammarError as error:
+            return error.message
+        return None
 
 
 def metrics_name(directory: Path, process: str) -> str:
@@ -76,7 +105,8 @@ _held: list[object] = []  # open locks
 def compose(settings: Settings) -> Flask:
     """Raises ConfigError for a model that is not there or a bad database URL."""
     share(settings.metrics_dir, metrics_name(settings.metrics_dir, settings.process or "api"))
-    models = {model.card.name: model for model in map(ServedModel.load, chosen_models(settings.models_path, settings.model))}
+    make = GrammarChecker if find_spec("llguidance") else None
+    served = [ServedModel.load(folder, make_grammar_check=make) for folder in chosen_models(settings.models_path, settings.model)]
     db = Database.connect(settings.database, sqlite_synchronous=settings.sqlite_synchronous)
     store = SqlJobStore(db, lease_seconds=settings.lease_seconds, idempotency_seconds=settings.idempotency_seconds)
     queue = CeleryQueue.connect(settings)
@@ -95,7 +125,7 @@ def compose(settings: Settings) -> Flask:
             hot_seconds=settings.cache_hot_seconds,
         ),
         workers=RedisWorkerDirectory(settings.stream),
-        models=models,
+        models={model.card.name: model for model in served},
         metrics=Metrics(),
     )
     stop_on_sigterm(services.stop)

@@ -11,28 +11,30 @@ from collections.abc import Callable
 from promptmill.core.clock import Clock
 from promptmill.core.errors import Unavailable
 from promptmill.core.logs import get_logger
-from promptmill.core.ports import Engine, EngineStats, JobStore, WorkerDirectory, WorkerInfo
+from promptmill.core.ports import EngineStats, JobStore, WorkerDirectory, WorkerInfo
+from workers.engine_thread import EngineThread
+from workers.gate import Capacity
 from workers.registry import Registry
 from workers.way import JobWay
 
 EXIT_STALLED = 70  # EX_SOFTWARE: a hung engine must not keep its leases
+GIVE_BACK_SECONDS = 3.0  # for the jobs of an engine that died; a lease brings back the rest
 
 log = get_logger(__name__)
 
 
-def stalled(alive: bool, stats: EngineStats, now: float, stall_seconds: float) -> str | None:
-    """Why the engine must be given up, or None. ``now`` is Clock.monotonic."""
-    if not alive:
-        return "the engine's thread has died"
+def stalled(stats: EngineStats, now: float, stall_seconds: float) -> str | None:
+    """Why a running engine must be given up, or None. ``now`` is Clock.monotonic."""
     idle_s = now - stats.stepped_at
     if idle_s > stall_seconds and (stats.waiting or any(stats.running.values())):
         return f"the engine has not stepped for {idle_s:.0f} s"
     return None
 
 
-def die() -> None:
-    """End the process now; its jobs come back by their leases."""
-    faulthandler.dump_traceback(all_threads=True)
+def die(hung: bool) -> None:
+    """End the process now; the jobs it still holds come back by their leases. ``hung``: show where its threads are."""
+    if hung:
+        faulthandler.dump_traceback(all_threads=True)
     os._exit(EXIT_STALLED)
 
 
@@ -44,7 +46,7 @@ class Heartbeat:
         store: JobStore,
         registry: Registry,
         way: JobWay,
-        engine: Engine,
+        engine: EngineThread,
         directory: WorkerDirectory,
         announce: Callable[[], WorkerInfo],
         clock: Clock,
@@ -52,7 +54,7 @@ class Heartbeat:
         worker: str,
         seconds: float,
         stall_seconds: float,
-        die: Callable[[], None] = die,
+        die: Callable[[bool], None] = die,
     ):
         self._store = store
         self._registry = registry
@@ -83,16 +85,29 @@ class Heartbeat:
             self._thread.join()
 
     def run_once(self) -> None:
-        reason = stalled(self._engine.alive, self._engine.stats(), self._clock.monotonic(), self._stall_seconds)
+        if self._engine.dead:
+            self._give_up()
+            return
+        reason = stalled(self._engine.stats(), self._clock.monotonic(), self._stall_seconds) if self._engine.alive else None
         if reason is not None:
             log.critical("engine stalled", worker=self._worker, reason=reason)
-            self._die()
+            self._die(True)
             return
         self._renew()
         try:
             self._directory.announce(self._announce())
         except Unavailable as error:
             log.warning("not announced", worker=self._worker, reason=error.message)
+
+    def _give_up(self) -> None:
+        """The engine has ended by itself: fetch nothing more, give the jobs back, end the process."""
+        log.critical(
+            "engine died", worker=self._worker, reason="this worker ends; its jobs run elsewhere, or here once it is started again"
+        )
+        self._registry.capacity = Capacity(0, 0)
+        self._way.close()
+        self._registry.wait_idle(GIVE_BACK_SECONDS)
+        self._die(False)
 
     def _renew(self) -> None:
         held = self._registry.held()

@@ -1,6 +1,8 @@
 """Events on their way to the stream: in order per job, tokens joined, nothing lost by an outage."""
 
-from promptmill.core.events import EventType, StreamEvent, tokens
+from dataclasses import replace
+
+from promptmill.core.events import EventType, StreamEvent
 
 
 class Outbox:
@@ -50,12 +52,7 @@ def join(first: StreamEvent, second: StreamEvent) -> StreamEvent | None:
     a, b = first.data, second.data
     if a["index"] != b["index"] or a["pos"] + len(a["token_ids"]) != b["pos"]:
         return None
-    return tokens(
-        first.job,
-        first.cursor.attempt,
-        index=a["index"],
-        pos=a["pos"],
-        text=a["text"] + b["text"],
-        token_ids=a["token_ids"] + b["token_ids"],
-        finish_reason=b.get("finish_reason"),
-    )
+    data = {**a, **b, "pos": a["pos"], "text": a["text"] + b["text"], "token_ids": a["token_ids"] + b["token_ids"]}
+    if "logprobs" in b:
+        data["logprobs"] = a["logprobs"] + b["logprobs"]
+    return replace(second, data=data)

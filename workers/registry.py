@@ -57,12 +57,20 @@ class Run:
         """What was published before the run broke off; None if nothing was."""
         if not self.drawn:
             return None
-        choices = tuple(
-            Choice(index, "".join(t.text for t in parts), tuple(i for t in parts for i in t.token_ids), "cancelled")
-            for index, parts in sorted(self.drawn.items())
-        )
+        choices = tuple(self._choice(index) for index in range(self.claim.spec.sampling.n))
         count = sum(len(choice.token_ids) for choice in choices)
         return Outcome(choices, Usage(len(self.claim.spec.prompt_ids), count))
+
+    def _choice(self, index: int) -> Choice:
+        parts = self.drawn.get(index, [])
+        scores = None if self.claim.spec.sampling.logprobs is None else tuple(score for part in parts for score in part.logprobs or ())
+        return Choice(
+            index,
+            "".join(part.text for part in parts),
+            tuple(token for part in parts for token in part.token_ids),
+            (parts[-1].finish_reason if parts else None) or "cancelled",
+            scores,
+        )
 
 
 class Registry:

@@ -14,7 +14,7 @@ from promptmill.core.jobs import Finish
 from promptmill.core.logs import get_logger
 from promptmill.core.metrics import Metrics, exposition, share
 from promptmill.core.models import ModelCard, chosen_models
-from promptmill.core.ports import Engine, JobQueue, WorkerInfo
+from promptmill.core.ports import JobQueue, WorkerInfo
 from promptmill.core.settings import Settings
 from storage.cache import SqlResultCache
 from storage.db import Database
@@ -22,6 +22,7 @@ from storage.jobs import SqlJobStore
 from storage.stream import RedisTokenStream
 from storage.workers import RedisWorkerDirectory
 from workers.claims import Arrival, Claims
+from workers.engine_thread import EngineThread
 from workers.feeder import Feeder
 from workers.flusher import Flusher
 from workers.gate import Capacity, CapacityGate
@@ -32,6 +33,7 @@ from workers.registry import Abort, Registry, Run
 from workers.sink import Sink
 from workers.way import JobWay, Parts
 
+COMMIT_SECONDS = 2.0  # at least, for the last results of a drained engine
 FETCH_SECONDS = 5.0  # a ready worker's consumer has asked the broker within these
 
 log = get_logger(__name__)
@@ -46,11 +48,15 @@ def engine_options(settings: Settings) -> EngineOptions:
         rows=settings.engine_rows,
         reserved_rows=settings.reserved_rows,
         prefill_tokens=settings.prefill_tokens,
+        target_itl_s=settings.target_itl_ms / 1000,
         idle_window_s=settings.idle_window_ms / 1000,
+        prefix_cache=settings.prefix_cache,
         kv_cache_bytes=settings.kv_cache_bytes,
         threads=settings.threads,
         device=settings.device,
         dtype=settings.dtype,
+        kernels=settings.kernels,
+        kernels_dir=settings.kernels_dir,
         instant_step_s=settings.instant_step_ms / 1000,
     )
 
@@ -80,7 +86,8 @@ class Runtime:
         self._cache = result_cache(settings, self._db)
         self._directory = RedisWorkerDirectory(settings.stream)
         self._feeder = Feeder(store, queue, settings.feed_bound)
-        self._engine: Engine = create_engine(replace(engine_options(settings), metrics=metrics))
+        engine = create_engine(replace(engine_options(settings), metrics=metrics))
+        self._engine = EngineThread(engine, on_death=lambda: self._heartbeat.beat_now())
         self._flusher = Flusher(self._stream, clock, on_fenced=lambda job, attempt: self.way.lose(job, attempt))
         self._sink = Sink(self.registry, self._flusher, metrics, clock, worker)
         claims = Claims(store, self.registry, lambda run: self.way.abort(run, Abort.LOST), metrics, clock, worker, node)
@@ -104,7 +111,7 @@ class Runtime:
                 store=store,
                 queue=queue,
                 cache=self._cache,
-                engine=self._engine,
+                engine=engine,
                 flusher=self._flusher,
                 registry=self.registry,
                 metrics=metrics,
@@ -169,9 +176,13 @@ class Runtime:
             self.way.abort(run, Abort.RELEASE)
 
     def drain(self, seconds: float | None = None) -> None:
-        """Let the jobs in flight finish, for ``seconds`` (default: drain_seconds) at most."""
+        """Let what the engine runs finish, for ``seconds`` (default: drain_seconds) at most, then give the rest
+        back; what is done is committed meanwhile."""
         self._ready = False
-        self.registry.wait_idle(self._settings.drain_seconds if seconds is None else seconds)
+        seconds = self._settings.drain_seconds if seconds is None else seconds
+        end = self._clock.monotonic() + seconds
+        self.way.give_back(self._engine.drain(seconds))
+        self.registry.wait_idle(max(COMMIT_SECONDS, end - self._clock.monotonic()))
 
     def release_all(self) -> None:
         self.way.close()

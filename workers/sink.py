@@ -1,4 +1,8 @@
-"""Where the engine's events go: tokens to the flusher, ends to the waiting task threads."""
+"""Where the engine's events go: tokens to the flusher, ends to the waiting task threads.
+
+Viewers are not told of rows that pause for memory: their tokens come later, that is all. The engine
+itself counts them.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +10,7 @@ from promptmill.core.clock import Clock
 from promptmill.core.events import StreamEvent, tokens
 from promptmill.core.logs import get_logger
 from promptmill.core.metrics import Metrics
-from promptmill.core.ports import EngineEvent, Started, Tokens
+from promptmill.core.ports import EngineEvent, Failed, Finished, Started, Tokens
 from workers.flusher import Flusher
 from workers.registry import End, Registry, Run
 
@@ -40,7 +44,7 @@ class Sink:
                     self._first_token(run)
                 run.drawn.setdefault(event.index, []).append(event)
                 published.append(_token_event(run, event))
-            else:
+            elif isinstance(event, Finished | Failed):
                 ends.append((run, event))
         if published:
             self._flusher.tokens(published, urgent=first)
@@ -66,4 +70,5 @@ def _token_event(run: Run, event: Tokens) -> StreamEvent:
         text=event.text,
         token_ids=event.token_ids,
         finish_reason=event.finish_reason,
+        logprobs=event.logprobs,
     )

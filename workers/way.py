@@ -6,7 +6,7 @@ trouble of SQL or Redis gives the job back and is never charged to it.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from promptmill.core.events import StreamEvent, started, terminal
 from promptmill.core.jobs import Claim, Finish, Job, JobError, JobRef, Outcome, Priority, SamplingParams, Status, Timings
 from promptmill.core.logs import get_logger
 from promptmill.core.metrics import Metrics
-from promptmill.core.ports import Append, Engine, Failed, Finished, GenRequest, JobQueue, JobStore, ResultCache
+from promptmill.core.ports import Append, Engine, Failed, Finished, GenRequest, JobQueue, JobStore, ResultCache, Resumable
 from workers.claims import Arrival
 from workers.flusher import Flusher
 from workers.registry import Abort, End, Registry, Run
@@ -90,6 +90,13 @@ class JobWay:
         if run is not None and run.claim.attempt == attempt:
             self.abort(run, Abort.LOST)
 
+    def give_back(self, given_up: Iterable[Resumable]) -> None:
+        """Requests that a draining engine has let go without an event: their jobs run elsewhere."""
+        for left in given_up:
+            run = self._p.registry.of_request(left.id)
+            if run is not None:
+                self.abort(run, Abort.RELEASE)
+
     def close(self) -> None:
         """Give all jobs back; what is claimed from now on is given back at once."""
         self._closing = True
@@ -106,7 +113,7 @@ class JobWay:
             self.abort(run, broken)
             return run.end.result()
         try:
-            self._p.engine.submit(self._request(run.claim))
+            self._p.engine.submit(self.request(run.claim))
         except Rejected as error:
             return Failed(run.id, error.code, error.message)
         except Unavailable:  # the engine closes
@@ -126,7 +133,8 @@ class JobWay:
         log.warning("log not opened", job=claim.id, attempt=claim.attempt, worker=self._p.worker)
         return Abort.RELEASE
 
-    def _request(self, claim: Claim) -> GenRequest:
+    def request(self, claim: Claim) -> GenRequest:
+        """The run as the engine sees it."""
         spec = claim.spec
         return GenRequest(
             id=f"{claim.id}/{claim.attempt}",
@@ -135,6 +143,7 @@ class JobWay:
             sampling=seeded(spec.sampling, claim.id),
             priority=claim.queue.priority,
             enqueued_at=self._p.clock.monotonic(),
+            tenant=claim.tenant,
         )
 
     def _settle(self, run: Run, end: End) -> str:

@@ -3,8 +3,8 @@
 import pytest
 
 from promptmill.core.errors import IdempotencyMismatch
-from promptmill.core.jobs import Held, JobError, Priority, Status, Timings
-from tests.support.factories import make_finish, make_id, make_job, make_key, make_outcome, make_spec, queue_of
+from promptmill.core.jobs import Beam, Grammar, Held, JobError, Priority, Status, Timings
+from tests.support.factories import make_finish, make_id, make_job, make_key, make_outcome, make_scored_outcome, make_spec, queue_of
 from tests.support.stores import KEY_LIFE, LEASE, Stand
 
 NASTY = "nul \x00, lone surrogate \ud800, emoji \N{PARTY POPPER}, quote ' \" \\u0000"
@@ -220,6 +220,15 @@ def test_a_finish_stores_result_error_and_timings(stand: Stand) -> None:
     assert (job.attempt, job.worker) == (1, "w1")
     job = stand.job(bad.id)
     assert (job.status, job.error, job.outcome) == (Status.FAILED, error, None)
+
+
+def test_sampling_and_logprobs_are_kept_whole(stand: Stand) -> None:
+    sampling = {"n": 2, "logprobs": 1, "prompt_logprobs": 0, "logit_bias": ((3, -0.5),), "stop_token_ids": (7,), "min_p": 0.1}
+    new = make_job(clock=stand.clock, spec=make_spec(beam=Beam(3, 0.5, True), grammar=Grammar("regex", "a\x00|é"), **sampling))
+    held = stand.held(new)
+    assert stand.job(new.id).spec == new.spec
+    assert stand.store.finish_many([make_finish(held, "w1", outcome=make_scored_outcome())]) == [True]
+    assert stand.job(new.id).outcome == make_scored_outcome()
 
 
 def test_a_finish_that_is_repeated_is_recognised(stand: Stand) -> None:

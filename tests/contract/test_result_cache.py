@@ -9,7 +9,7 @@ from storage.cache import SqlResultCache, stored
 from storage.db import Database
 from storage.memory import MemoryResultCache
 from tests.support.clock import FakeClock
-from tests.support.factories import make_outcome
+from tests.support.factories import make_outcome, make_scored_outcome
 
 Make = Callable[..., ResultCache]
 KINDS = {"sqlite+fakeredis": ("sqlite_url", "fakeredis_url"), "postgres+valkey": ("postgres_url", "redis_url")}
@@ -48,6 +48,12 @@ def test_what_was_put_comes_back_equal(make: Make) -> None:
     assert cache.get("default", "k") is None
     cache.put("default", "k", outcome)
     assert cache.get("default", "k") == outcome
+
+
+def test_logprobs_come_back_equal(make: Make) -> None:
+    cache = make()
+    cache.put("default", "k", make_scored_outcome())
+    assert cache.get("default", "k") == make_scored_outcome()
 
 
 def test_a_tenant_never_sees_another_ones_result(make: Make) -> None:

@@ -1,4 +1,5 @@
-"""A01-A07, A11: the fields of a job. What cannot run is refused with the field's name before it is a job."""
+"""A01-A07, A11: what cannot run is refused with the field's name before it is a job. More of the sampling
+fields: test_api_sampling.py, test_api_constraints.py."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 
 from promptmill.core.jobs import Priority
-from tests.support.api import CHATML, CONTEXT, SPECIAL, TINY, Twins, make_model_folder, make_twins
+from tests.support.api import CHATML, CONTEXT, SPECIAL, TINY, Twins, make_model_folder, make_twins, refused, stored
 
 USER = {"role": "user", "content": "hi"}
 
@@ -14,23 +15,6 @@ USER = {"role": "user", "content": "hi"}
 @pytest.fixture
 def api(tmp_path: Path) -> Twins:
     return make_twins(tmp_path)
-
-
-def refused(api: Twins, body: dict[str, Any], param: str | None, code: str | None = None, status: int = 400) -> dict[str, Any]:
-    answer = api.submit(body)
-    assert answer.status_code == status, answer.text
-    error = answer.json["error"]
-    assert error["param"] == param
-    if code:
-        assert error["code"] == code
-    assert api.store.page().jobs == (), "a refused request left a job"
-    return error
-
-
-def stored(api: Twins, body: dict[str, Any]) -> Any:
-    answer = api.submit(body)
-    assert answer.status_code == 202, answer.text
-    return api.store.get(answer.json["id"])
 
 
 # -- A01 max_tokens ---------------------------------------------------------------------------------
@@ -174,7 +158,8 @@ def test_a05_unknown_and_neutral_fields_are_taken(api: Twins):
         "user": "u", "metadata": {}, "store": False, "service_tier": "auto", "frobnicate": 1, "n": 1, "best_of": 1, "echo": False,
         "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0, "logit_bias": {},
         "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "tools": [], "tool_choice": "none", "stream": False,
-        "response_format": {"type": "text"}, "use_beam_search": False, "cancel_on_disconnect": False, "suffix": "",
+        "response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": 1,
+        "early_stopping": False, "cancel_on_disconnect": False, "suffix": "",
     }  # fmt: skip
     assert api.submit({"prompt": "hi", **neutral}).status_code == 202
 
@@ -190,13 +175,10 @@ def test_a05_null_is_absent_for_every_field(api: Twins):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 3), ("n", 0), ("n", True), ("n", "1"), ("best_of", 2), ("echo", True), ("logprobs", 0), ("logprobs", True),
-        ("top_logprobs", 3),
-        ("presence_penalty", 2.5), ("presence_penalty", False), ("frequency_penalty", 1.5), ("repetition_penalty", 1.1), ("min_p", 0.1),
-        ("logit_bias", {"5": 1}), ("min_tokens", 1), ("ignore_eos", True), ("ignore_eos", 0), ("stop_token_ids", [2]),
-        ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
-        ("guided_json", {}), ("guided_anything_new", "x"), ("structured_outputs", {}), ("use_beam_search", True), ("stream", True),
-        ("stream_options", {}), ("webhook", {"url": "http://a/"}), ("deadline", 4e9), ("ttl", 5), ("cancel_on_disconnect", True),
+        ("best_of", 2), ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
+        ("guided_json", {}), ("guided_anything_new", "x"), ("structured_outputs", {"regex": "a"}), ("grammar", "root ::= 'a'"),
+        ("stream", True), ("stream_options", {}), ("include_stop_str_in_output", True), ("bad_words", ["x"]), ("typical_p", 0.5),
+        ("webhook", {"url": "http://a/"}), ("deadline", 4e9), ("ttl", 5), ("cancel_on_disconnect", True),
         ("suffix", "x"), ("batch_id", "batch_1"),
     ],
 )  # fmt: skip

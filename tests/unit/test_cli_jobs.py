@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -121,6 +122,32 @@ def test_submit_sends_every_field_that_was_given_and_no_other(server: Server, ru
             "priority": "bulk",
         }
     ]
+
+
+def test_submit_sends_choices_logprobs_and_what_the_answer_must_match(run: Callable[..., Result], server: Server, tmp_path: Path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    run("submit", "Hi", "--n", "2", "--logprobs", "3", "--json-schema", str(schema))
+    run("submit", "Hi", "--raw", "--logprobs", "0", "--regex", "a+")
+    run("submit", "Hi", "--choice", "yes", "--choice", "no")
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert server.bodies == [
+        {**chat, "n": 2, "logprobs": True, "top_logprobs": 3, "guided_json": '{"type": "object"}'},
+        {"prompt": "Hi", "logprobs": 0, "guided_regex": "a+"},
+        {**chat, "guided_choice": ["yes", "no"]},
+    ]
+
+
+def test_submit_refuses_a_missing_schema_and_a_mixed_stream(run: Callable[..., Result], server: Server, tmp_path: Path):
+    assert run("submit", "Hi", "--json-schema", str(tmp_path / "no.json")).exit_code == 2
+    assert run("submit", "Hi", "--n", "2", "--stream").exit_code == 2
+    assert server.bodies == []
+
+
+def test_submit_wait_prints_every_answer(run: Callable[..., Result], server: Server):
+    choices = [{"index": index, "message": {"content": text}} for index, text in enumerate(("Paris.", "Rome."))]
+    server.job = {**JOB, "result": {"choices": choices, "usage": {"completion_tokens": 6}}}
+    assert run("submit", "Hi", "--wait", "--n", "2").stdout == "Paris.\nRome.\n"
 
 
 def test_submit_raw_reads_standard_input(server: Server, run: Callable[..., Result]):

@@ -1,7 +1,9 @@
 """The kernel's nouns: what is written comes back the same, and ids and cursors keep their promises."""
 
+import json
 import subprocess
 import sys
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,9 @@ from promptmill.core import events, ids
 from promptmill.core.errors import BadCursor
 from promptmill.core.jobs import (
     TRANSITIONS,
+    Beam,
     Choice,
+    Grammar,
     JobError,
     JobSpec,
     Outcome,
@@ -20,6 +24,7 @@ from promptmill.core.jobs import (
     SamplingParams,
     Status,
     Timings,
+    TokenLogprob,
     Usage,
 )
 
@@ -27,10 +32,63 @@ SPEC = JobSpec((1, 2, 3), SamplingParams(max_tokens=4, temperature=0.5, seed=-(2
 OUTCOME = Outcome((Choice(0, "a\x00🙂", (5, 6), "stop"), Choice(1, "", (), "cancelled")), Usage(3, 2, 1))
 
 
+OTHER = {  # of each sampling field a value that is not its default
+    "max_tokens": 5, "temperature": 0.25, "top_p": 0.5, "top_k": 3, "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1.0,
+    "frequency_penalty": 2.0, "logit_bias": ((3, -100.0), (7, 0.5)), "seed": 0, "stop": ("a", "b"), "stop_token_ids": (1, 2),
+    "ignore_eos": True, "min_tokens": 2, "n": 3, "logprobs": 0, "prompt_logprobs": 20, "beam": Beam(4, 0.5, True),
+    "grammar": Grammar("choice", '["é"]'),
+}  # fmt: skip
+
+
+def through_text(data):
+    return json.loads(json.dumps(data))
+
+
 def test_spec_and_outcome_survive_json():
-    assert JobSpec.from_json(SPEC.to_json()) == SPEC
-    assert Outcome.from_json(OUTCOME.to_json()) == OUTCOME
+    assert JobSpec.from_json(through_text(SPEC.to_json())) == SPEC
+    assert Outcome.from_json(through_text(OUTCOME.to_json())) == OUTCOME
     assert OUTCOME.tokens == 2
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+def test_every_sampling_field_survives_json_and_changes_the_cache_key(name):
+    """A new field fails here until it has a value in OTHER."""
+    sampling = replace(SamplingParams(max_tokens=4), **{name: OTHER[name]})
+    assert SamplingParams.from_json(through_text(sampling.to_json())) == sampling != SamplingParams(max_tokens=4)
+    assert JobSpec((1,), sampling).cache_key("r") != JobSpec((1,), SamplingParams(max_tokens=4)).cache_key("r")
+
+
+def sampling_params():
+    values = {name: st.just(value) | st.just(getattr(SamplingParams(max_tokens=4), name)) for name, value in OTHER.items()}
+    floats = dict.fromkeys(("temperature", "min_p", "presence_penalty"), st.sampled_from([0.0, 0.5, 1.0]))
+    return st.builds(SamplingParams, **{**values, **floats, "stop": st.lists(st.text("a,[]", max_size=3), max_size=2).map(tuple)})
+
+
+@given(sampling_params(), sampling_params())
+def test_two_requests_share_a_cache_key_only_if_they_are_equal(one, other):
+    same = JobSpec((1,), one).cache_key("r") == JobSpec((1,), other).cache_key("r")
+    assert same is (one == other)
+
+
+def test_what_an_older_version_wrote_can_be_read():
+    assert SamplingParams.from_json({"max_tokens": 4, "temperature": 0.0, "stop": ["x"]}) == SamplingParams(4, 0.0, stop=("x",))
+    choice = {"index": 0, "text": "a", "token_ids": [1], "finish_reason": "stop"}
+    outcome = Outcome.from_json({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}})
+    assert (outcome.choices[0].logprobs, outcome.prompt_logprobs) == (None, None)
+
+
+logprobs = st.builds(
+    TokenLogprob,
+    st.floats(-9999, 0, allow_nan=False),
+    st.lists(st.tuples(st.integers(0, 2**31), st.floats(-9999, 0, allow_nan=False)), max_size=3).map(tuple),
+)
+
+
+@given(st.lists(logprobs, max_size=4).map(tuple), st.none() | st.lists(st.none() | logprobs, max_size=4).map(tuple))
+def test_logprobs_come_back_bit_for_bit(scores, prompt_scores):
+    choice = Choice(0, "x", tuple(range(len(scores))), "length", scores)
+    outcome = Outcome((choice, Choice(1, "", (), "stop")), Usage(4, len(scores)), prompt_scores)
+    assert Outcome.from_json(through_text(outcome.to_json())) == outcome
 
 
 def test_terminal_states_are_those_without_a_way_out():
@@ -104,6 +162,9 @@ def test_events_of_an_attempt_sort_marker_tokens_terminal():
     end_of_three = events.terminal_cursor(1, 3)
     assert events.started("j", 1, "m").cursor < first.cursor < second.cursor < end_of_three
     assert second.data["pos"] == 1 and second.data["finish_reason"] == "stop"
+    assert "logprobs" not in second.data
+    scored = events.tokens("j", 1, index=1, pos=3, text="b", token_ids=[7], logprobs=[TokenLogprob(-0.5, ((7, -0.5), (8, -1.5)))])
+    assert scored.to_json()["logprobs"] == [[-0.5, [[7, -0.5], [8, -1.5]]]]
     assert end.cursor == events.terminal_cursor(1, 0)
 
 

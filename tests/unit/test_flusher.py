@@ -6,6 +6,7 @@ import pytest
 from promptmill.core.clock import SYSTEM_CLOCK
 from promptmill.core.errors import Unavailable
 from promptmill.core.events import START, StreamEvent, started, tokens
+from promptmill.core.jobs import TokenLogprob
 from promptmill.core.ports import Append
 from storage.memory import MemoryTokenStream
 from tests.support.clock import FakeClock
@@ -61,6 +62,15 @@ def test_tokens_of_a_flush_become_one_event(flusher: Flusher, stream: FlakyStrea
     assert (first.data["text"], first.data["token_ids"], first.data["pos"]) == ("hello", [0, 1], 0)
     assert (second.data["text"], second.data["index"], second.data["pos"]) == ("!x", 1, 2)
     assert second.cursor == token(3).cursor  # the id counts all tokens up to the last
+
+
+def test_joined_tokens_keep_their_logprobs(flusher: Flusher, stream: FlakyStream) -> None:
+    scores = [TokenLogprob(-0.5, ((7, -0.5),)), TokenLogprob(-1.5)]
+    parts = [tokens("job_a", 1, index=0, pos=pos, text="a", token_ids=[pos], logprobs=[score]) for pos, score in enumerate(scores)]
+    flusher.tokens(parts, urgent=True)
+    flusher.run_once()
+    (event,) = stream.read("job_a", START)
+    assert event == tokens("job_a", 1, index=0, pos=0, text="aa", token_ids=[0, 1], logprobs=scores)
 
 
 def test_one_append_carries_the_events_of_all_jobs(flusher: Flusher, stream: FlakyStream) -> None:

@@ -25,7 +25,7 @@ def walk() -> Iterator[Walk]:
 def make_heartbeat(walk: Walk, **options: object) -> Heartbeat:
     given = {"worker": WORKER, "seconds": 60.0, "stall_seconds": 30.0, **options}
     directory = MemoryWorkerDirectory()
-    return Heartbeat(walk.store, walk.registry, walk.way, walk.engine, directory, lambda: INFO, SYSTEM_CLOCK, **given)  # type: ignore[arg-type]
+    return Heartbeat(walk.store, walk.registry, walk.way, walk.thread, directory, lambda: INFO, SYSTEM_CLOCK, **given)  # type: ignore[arg-type]
 
 
 def test_a_row_that_is_not_ours_any_more_is_aborted(walk: Walk) -> None:
@@ -63,9 +63,33 @@ def test_a_flagged_job_is_cancelled_in_the_engine(walk: Walk) -> None:
 def test_a_stalled_engine_ends_the_process_without_renewing(walk: Walk) -> None:
     job = walk.submit(spec=make_spec(max_tokens=100))
     walk.start_and_pause(job)
-    ends: list[str] = []
-    make_heartbeat(walk, stall_seconds=-1.0, die=lambda: ends.append("70")).run_once()
-    assert ends == ["70"]
+    hung: list[bool] = []
+    make_heartbeat(walk, stall_seconds=-1.0, die=hung.append).run_once()
+    assert hung == [True]
+
+
+def test_an_engine_that_died_gives_its_jobs_back_and_ends_the_process(walk: Walk) -> None:
+    job = walk.submit(spec=make_spec(max_tokens=100))
+    word = walk.start_and_pause(job)
+    walk.runner.breaks = True
+    walk.runner.go.set()
+    assert walk.died.wait(10)
+    hung: list[bool] = []
+    make_heartbeat(walk, die=hung.append).run_once()
+    assert hung == [False]
+    assert word.result(20) == "release"
+    assert (walk.job(job).status, walk.job(job).losses) == (Status.QUEUED, 0)
+    assert walk.registry.capacity.total == 0, "nothing more is fetched"
+
+
+def test_an_engine_that_was_drained_or_closed_did_not_die(walk: Walk) -> None:
+    hung: list[bool] = []
+    heartbeat = make_heartbeat(walk, stall_seconds=-1.0, die=hung.append)
+    walk.thread.drain(10)
+    heartbeat.run_once()
+    walk.thread.close()
+    heartbeat.run_once()
+    assert hung == [] and not walk.died.is_set()
 
 
 def test_news_is_announced_at_once(walk: Walk) -> None:
@@ -77,7 +101,7 @@ def test_news_is_announced_at_once(walk: Walk) -> None:
 
     directory = MemoryWorkerDirectory()
     heartbeat = Heartbeat(
-        walk.store, walk.registry, walk.way, walk.engine, directory, info, SYSTEM_CLOCK, worker=WORKER, seconds=3600.0, stall_seconds=30.0
+        walk.store, walk.registry, walk.way, walk.thread, directory, info, SYSTEM_CLOCK, worker=WORKER, seconds=3600.0, stall_seconds=30.0
     )
     heartbeat.start()
     assert told.acquire(timeout=10)
@@ -88,14 +112,13 @@ def test_news_is_announced_at_once(walk: Walk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alive", "stats", "dead"),
+    ("stats", "hung"),
     [
-        (False, EngineStats(waiting=0), True),
-        (True, EngineStats(waiting=0, stepped_at=0.0), False),  # nothing to do is no stall
-        (True, EngineStats(waiting=1, stepped_at=0.0), True),
-        (True, EngineStats(waiting=0, running={Priority.BULK: 1}, stepped_at=0.0), True),
-        (True, EngineStats(waiting=0, running={Priority.BULK: 1}, stepped_at=80.0), False),
+        (EngineStats(waiting=0, stepped_at=0.0), False),  # nothing to do is no stall
+        (EngineStats(waiting=1, stepped_at=0.0), True),
+        (EngineStats(waiting=0, running={Priority.BULK: 1}, stepped_at=0.0), True),
+        (EngineStats(waiting=0, running={Priority.BULK: 1}, stepped_at=80.0), False),
     ],
 )
-def test_an_engine_is_stalled_when_it_has_work_and_does_not_step(alive: bool, stats: EngineStats, dead: bool) -> None:
-    assert (stalled(alive, stats, now=100.0, stall_seconds=30.0) is not None) is dead
+def test_an_engine_is_stalled_when_it_has_work_and_does_not_step(stats: EngineStats, hung: bool) -> None:
+    assert (stalled(stats, now=100.0, stall_seconds=30.0) is not None) is hung

@@ -1,6 +1,7 @@
 import threading
+from dataclasses import replace
 
-from promptmill.core.jobs import Claim, JobSpec, Priority, QueueName, SamplingParams
+from promptmill.core.jobs import Claim, JobSpec, Priority, QueueName, SamplingParams, TokenLogprob
 from promptmill.core.ports import Tokens
 from tests.support.clock import FakeClock
 from workers.gate import Capacity
@@ -117,3 +118,21 @@ def test_the_partial_outcome_counts_what_was_published() -> None:
     assert outcome is not None
     assert (outcome.choices[0].text, outcome.choices[0].token_ids, outcome.tokens) == ("hey", (7, 8, 9), 3)
     assert (outcome.usage.prompt_tokens, outcome.usage.completion_tokens) == (3, 3)
+
+
+def test_the_partial_outcome_has_every_choice_with_its_logprobs_and_its_own_end() -> None:
+    claim = make_claim()
+    run = Run(replace(claim, spec=JobSpec((1, 2, 3), SamplingParams(max_tokens=4, n=3, logprobs=0))))
+    one, two, three = (TokenLogprob(-0.5 * place) for place in (1, 2, 3))
+    run.drawn = {
+        2: [Tokens(run.id, 2, 0, (7,), "h", logprobs=(one,)), Tokens(run.id, 2, 2, (9,), "i", "stop", (three,))],
+        0: [Tokens(run.id, 0, 1, (8,), "x", logprobs=(two,))],
+    }
+    outcome = run.partial()
+    assert outcome is not None
+    assert [(c.index, c.text, c.token_ids, c.finish_reason, c.logprobs) for c in outcome.choices] == [
+        (0, "x", (8,), "cancelled", (two,)),
+        (1, "", (), "cancelled", ()),
+        (2, "hi", (7, 9), "stop", (one, three)),
+    ]
+    assert (outcome.tokens, outcome.usage.prompt_tokens, outcome.usage.completion_tokens) == (3, 3, 3)

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 
@@ -91,6 +92,44 @@ def test_a_released_job_goes_back_to_its_queue_with_no_last_word(walk: Walk) -> 
     assert (stored.status, stored.attempt, stored.losses) == (Status.QUEUED, 1, 0)
     assert walk.queue.take(queue_of(job)) == job.id
     assert not any(kind.terminal for kind in walk.kinds(job))
+
+
+def test_what_a_draining_engine_gives_up_goes_back_to_its_queue(walk: Walk) -> None:
+    job = walk.submit(spec=make_spec(PROMPT, max_tokens=100))
+    word = walk.start_and_pause(job)
+    drain = Thread(target=lambda: walk.way.give_back(walk.thread.drain(0)))
+    drain.start()
+    walk.runner.go.set()
+    assert word.result(20) == "release"
+    drain.join(20)
+    stored = walk.job(job)
+    assert (stored.status, stored.losses) == (Status.QUEUED, 0)
+    assert walk.queue.take(queue_of(job)) == job.id
+    assert not any(kind.terminal for kind in walk.kinds(job))
+    late = walk.submit(spec=make_spec(PROMPT))
+    assert walk.run(late) == "release", "a drained engine takes nothing new"
+
+
+def test_choices_and_their_logprobs_are_told_as_they_are_stored(walk: Walk) -> None:
+    job = walk.submit(spec=make_spec(PROMPT, max_tokens=12, n=3, logprobs=2, temperature=1.0, seed=5))
+    assert walk.run(job) == "succeeded"
+    outcome = walk.job(job).outcome
+    assert outcome is not None and [choice.index for choice in outcome.choices] == [0, 1, 2]
+    told = [event.data for event in walk.events(job) if event.type is TOKEN]
+    assert [data["pos"] for data in told] == [sum(len(d["token_ids"]) for d in told[:at]) for at in range(len(told))]
+    for choice in outcome.choices:
+        own = [data for data in told if data["index"] == choice.index]
+        assert "".join(data["text"] for data in own) == choice.text
+        assert choice.logprobs is not None
+        assert [score for data in own for score in data["logprobs"]] == [score.to_json() for score in choice.logprobs]
+        assert own[-1]["finish_reason"] == choice.finish_reason
+    assert walk.cache.get("default", job.spec.cache_key(job.model_revision)) == outcome
+
+
+def test_the_engine_knows_whose_request_it_is(walk: Walk) -> None:
+    job = walk.submit(tenant="alice")
+    (claim,) = walk.store.claim_many([job.id], WORKER, "node")
+    assert claim is not None and walk.way.request(claim).tenant == "alice"
 
 
 def test_a_job_that_comes_after_the_close_is_given_back_at_once(walk: Walk) -> None:
