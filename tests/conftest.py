@@ -1,5 +1,6 @@
 """Fixtures of every test. The servers start only when a test asks for one."""
 
+import hypothesis
 import pytest
 
 import batching.engines.torch  # noqa: F401 (sets how libgomp waits, before any test loads torch)
@@ -17,6 +18,9 @@ from tests.support.servers import (
     valkey_url,
 )
 from tests.support.stores import stand
+
+hypothesis.settings.register_profile("promptmill", deadline=None)  # how long an example takes is the machine's affair
+hypothesis.settings.load_profile("promptmill")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

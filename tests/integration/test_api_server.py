@@ -380,3 +380,12 @@ def test_a_worker_whose_master_was_killed_ends_with_its_viewers(server: Server):
     server.process.kill()
     eventually(lambda: not any(alive(pid) for pid in workers), 20, "the end of the workers")
     shown.close()
+
+
+def test_a_grammar_is_compiled_before_there_is_a_job(server: Server):
+    good = {"prompt": "hi", "guided_regex": "[a-z]+", "max_tokens": 5}
+    assert server.client.http.post("/v1/jobs", json=good).status_code == 202
+    schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]}}
+    for field, bad in (("guided_regex", "("), ("response_format", {"type": "json_schema", "json_schema": schema})):
+        answer = server.client.http.post("/v1/jobs", json={"prompt": "hi", field: bad})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text

@@ -12,6 +12,7 @@ from promptmill.core.metrics import Metrics
 from tests.support.factories import make_job, make_spec
 from tests.support.servers import die_with_parent, eventually
 from tests.support.workers import REPOSITORY, Mill
+from workers.heartbeat import EXIT_STALLED
 from workers.maintenance import LEAST_GAP_S, Maintenance
 
 SLOW = {"instant_step_ms": 20}
@@ -78,6 +79,29 @@ def test_what_outlasts_the_drain_goes_back_to_the_queue(tmp_path: Path, sqlite_u
         slow.stop(signal.SIGTERM)
         assert [(job.status, job.attempt, job.losses) for job in map(mill.job, (new.id for new in jobs))] == [(Status.QUEUED, 1, 0)] * 4
         mill.start("worker-2")  # no sweep: the messages were sent again
+        mill.wait(jobs, Status.SUCCEEDED)
+
+
+BREAKS = """
+from batching.engines.instant import InstantRunner
+class Broken(BaseException): pass
+calls, whole = [], InstantRunner.step
+def step(self, rows):
+    calls.append(rows)
+    if len(calls) > 3: raise Broken
+    return whole(self, rows)
+InstantRunner.step = step
+"""
+
+
+def test_a_worker_whose_engine_dies_gives_its_jobs_back_and_ends(tmp_path: Path, sqlite_url: str, redis_url: str) -> None:
+    with Mill(tmp_path, sqlite_url, redis_url, lease_seconds=60.0, heartbeat_seconds=15.0) as mill:
+        worker = mill.start("worker-1", BREAKS)
+        jobs = mill.submit(4, max_tokens=40)
+        assert worker.process.wait(20) == EXIT_STALLED  # long before the next heartbeat is due
+        assert worker.lines().count("engine died") == 1
+        assert [(job.status, job.losses) for job in map(mill.job, (new.id for new in jobs))] == [(Status.QUEUED, 0)] * 4
+        mill.start("worker-2")  # neither a lease nor a sweep: the messages were sent again
         mill.wait(jobs, Status.SUCCEEDED)
 
 
