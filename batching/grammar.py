@@ -30,7 +30,7 @@ MAX_MESSAGE = 300
 # would keep a step waiting for tenths of a second is too complex.
 _LIMITS = LLParserLimits(
     max_items_in_row=20_000,
-    step_max_items=5_000,
+    step_max_items=3_000,
     step_lexer_fuel=20_000,
     max_lexer_states=50_000,
     precompute_large_lexemes=False,
@@ -141,11 +141,12 @@ class _LlMatcher:
         allowed = np.flatnonzero(np.unpackbits(self.compute().view(np.uint8), bitorder="little"))
         for first in allowed[np.linspace(0, len(allowed) - 1, WALKS).astype(int)]:
             ahead, token = _LlMatcher(_guarded(self._matcher.deep_copy), self._vocab_size, self._masks), int(first)
-            for _ in range(WALK_TOKENS):
+            for count in range(1, WALK_TOKENS + 1):
                 ahead.advance(token)
                 if ahead.stopped:
                     break
-                token = int(np.flatnonzero(np.unpackbits(ahead.compute().view(np.uint8), bitorder="little"))[0])
+                following = np.flatnonzero(np.unpackbits(ahead.compute().view(np.uint8), bitorder="little"))
+                token = int(following[count * len(following) // (WALK_TOKENS + 1)])
 
     def advance(self, token: int) -> None:
         self._settle()

@@ -46,6 +46,7 @@ def to_lark(grammar: Grammar) -> str:
     of what is wrong with it shows when it is compiled."""
     if len(grammar.text) > MAX_CHARS:
         raise GrammarError(f"the grammar has {len(grammar.text)} characters, at most {MAX_CHARS} are allowed")
+    _bound_unicode(grammar.text)
     match grammar.kind:
         case "json_object":
             return _of_schema({"type": "object"})
@@ -87,6 +88,7 @@ def _choices(text: str) -> list[str]:
         raise GrammarError("choices are a JSON list of strings")
     if not choices:
         raise GrammarError("the list of choices is empty")
+    _bound_unicode("".join(choices))
     return choices
 
 
@@ -149,6 +151,14 @@ def _rules(text: str) -> str:
             raise GrammarError(f"{word} is not supported in a grammar")
     _bound_rules(sum(map(bare.count, ":([")))
     return text
+
+
+def _bound_unicode(text: str) -> None:
+    """JSON can write half a character (``\\ud800``), which has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise GrammarError("the grammar is not valid Unicode: it has half of a surrogate pair") from None
 
 
 def _bound_rules(count: int) -> None:

@@ -25,7 +25,7 @@ from promptmill.core.ports import EngineEvent, Failed, Finished, GenRequest, Sta
 from tests.support.engine import ends, finished, make_request, run_to_end
 from tests.support.torch_engine import CONTEXT, NAN_TOKEN, ragged, random_llama, run_all, torch_engine
 
-pytestmark = pytest.mark.xdist_group("torch_engine")
+pytestmark = [pytest.mark.xdist_group("torch_engine"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

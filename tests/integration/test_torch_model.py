@@ -16,7 +16,7 @@ from batching.runner import BLOCK_TOKENS, Draw, RowOutput, RowWork, Score
 from promptmill.core.jobs import SamplingParams
 from promptmill.core.models import DEFAULT_MODEL, ModelCard
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
 
 CHUNK = 48  # shorter than some prompts, so that they are prefilled in pieces
 NEW_TOKENS = 16

@@ -303,6 +303,9 @@ REFUSED = [
     ("choice", '["a", 1]', "a JSON list of strings"),
     ("choice", '{"a": 1}', "a JSON list of strings"),
     ("choice", "a, b", "not valid JSON"),
+    ("regex", "a\ud800", "not valid Unicode"),
+    ("choice", '["\\udfff"]', "not valid Unicode"),
+    ("ebnf", 'start: "\udbff"', "not valid Unicode"),
     ("ebnf", "", "no start rule"),
     ("ebnf", 'foo: "a"', "no start rule"),
     ("ebnf", 'start: "a" b', 'unknown name: "b"'),
@@ -369,6 +372,22 @@ def test_a_literal_that_does_not_end_in_its_line_is_refused(compiler, rules: str
         compiler.check(Grammar("ebnf", rules))
 
 
+@pytest.mark.parametrize("hidden", ["A & B", "~A", '%json {"type": "string"}', "%regex {}", "%lark { }", "<s>"])
+@pytest.mark.parametrize(
+    "before", ['/\n"/ | ', "/\n#/ | ", "/\n\\//./ | ", '"/" | ', '"\\"/" | ', "/#/ | ", '/"/ | ', '"//" | ', "/x\\/#/ | ", "// /\n| "]
+)
+@pytest.mark.parametrize("after", ["", ' "x"', " /x/", " // x", ' # "'])
+def test_no_literal_or_comment_hides_an_operator(compiler, hidden: str, before: str, after: str) -> None:
+    rules = f'start: A\nB: "b"\nA: {before}{hidden}{after}'
+    with pytest.raises(GrammarError, match=r"is not supported in a grammar|does not end in its line"):
+        compiler.check(Grammar("ebnf", rules))
+
+
+def test_a_token_that_does_not_fit_is_named_in_the_reason(compiler) -> None:
+    with pytest.raises(GrammarError, match="doesn't satisfy the grammar"):
+        compiler.matcher(Grammar("regex", "ab"), tiny_tokenizer().encode("b").ids)
+
+
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -403,6 +422,32 @@ def test_a_grammar_whose_masks_would_keep_others_waiting_is_too_complex() -> Non
     with pytest.raises(GrammarError, match="too complex"):
         real.check(Grammar("ebnf", f'start: (x|y)*\nx: {alternatives} | "q"\ny: "."'))
     real.close()
+
+
+@pytest.mark.model
+def test_an_ordinary_schema_of_many_fields_is_not_too_complex_for_the_real_vocabulary() -> None:
+    path = Path(__file__).parents[2] / "var" / "models" / DEFAULT_MODEL / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), (2,))
+    item = {"type": "object", "properties": {"id": {"type": "string", "format": "uuid"}, "price": {"type": "number"}}, "required": ["id"]}
+    kinds = [
+        {"type": "string", "maxLength": 100},
+        {"enum": [f"e{n}" for n in range(40)]},
+        {"type": "array", "items": item},
+        {"type": "integer"},
+    ]
+    fields = {f"field_{n}": kinds[n % len(kinds)] for n in range(100)}
+    for required in ([], list(fields)):
+        schema = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+        grammar = Grammar("json_schema", json.dumps(schema))
+        compiler.check(grammar)
+        for seed in range(3):
+            rng, matcher = random.Random(seed), compiler.matcher(grammar)
+            for _ in range(PATIENCE):
+                matcher.advance(rng.choice(allowed(matcher.mask(), tokenizer.get_vocab_size())))
+                if matcher.stopped:
+                    break
+    compiler.close()
 
 
 @pytest.mark.model
