@@ -8,8 +8,8 @@ from api.body import parse_object
 from api.schemas import MAX_CHOICES
 from promptmill.core.errors import BadRequest, Unsupported
 from promptmill.core.jobs import Grammar
+from promptmill.core.limits import MAX_GRAMMAR_CHARS
 
-MAX_GRAMMAR = 65_536  # characters
 MAX_NAME = 64
 BY_HAND = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
@@ -20,8 +20,8 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[Grammar, str] | None:
     found = [(grammar, name) for name in BY_HAND if name in fields and (grammar := _READERS[name](fields[name], name)) is not None]
     if len(found) > 1:
         raise BadRequest(f"{found[0][1]} and {found[1][1]} exclude each other", param=found[1][1])
-    if found and len(found[0][0].text) > MAX_GRAMMAR:
-        raise BadRequest(f"a grammar may have {MAX_GRAMMAR} characters", param=found[0][1])
+    if found and len(found[0][0].text) > MAX_GRAMMAR_CHARS:
+        raise BadRequest(f"a grammar may have {MAX_GRAMMAR_CHARS} characters", param=found[0][1])
     return found[0] if found else None
 
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.schemas import MAX_BIAS, MAX_BIASES, MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP, JobRequest
+from api.schemas import JobRequest
 from promptmill.core.errors import BadRequest, Unsupported
 from promptmill.core.jobs import Beam, Grammar, SamplingParams
+from promptmill.core.limits import MAX_BIAS, MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_TOP_LOGPROBS, MAX_WIDTH
 
 PROMPT_MAX_TOKENS = 16  # OpenAI's default of a completion
 MAX_LOGPROBS = 500_000  # of a job; about 15 MB of its result
@@ -21,7 +22,7 @@ class Limits:
 
     max_tokens: int
     job_tokens: int
-    rows: int = MAX_N
+    rows: int = MAX_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ def _logprobs(fields: Mapping[str, Any], sent: JobRequest, chat: bool) -> int | 
             raise BadRequest("top_logprobs goes with messages; with a prompt logprobs is the number", param="top_logprobs")
         if value is False:
             return None
-        if type(value) is not int or not 0 <= value <= MAX_TOP:
-            raise BadRequest(f"with a prompt logprobs must be an integer in 0..{MAX_TOP}", param="logprobs")
+        if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise BadRequest(f"with a prompt logprobs must be an integer in 0..{MAX_TOP_LOGPROBS}", param="logprobs")
         return value
     if not isinstance(value, bool):
         raise BadRequest("with messages logprobs must be true or false; top_logprobs is the number", param="logprobs")
@@ -178,8 +179,8 @@ def _stop(stop: Any) -> tuple[str, ...]:
     if len(members) > MAX_STOPS:
         raise BadRequest(f"stop takes at most {MAX_STOPS} texts", param="stop")
     for member in members:
-        if not isinstance(member, str) or not 1 <= len(member) <= MAX_STOP_LENGTH:
-            raise BadRequest(f"each member of stop must be a text of 1..{MAX_STOP_LENGTH} characters", param="stop")
+        if not isinstance(member, str) or not 1 <= len(member) <= MAX_STOP_CHARS:
+            raise BadRequest(f"each member of stop must be a text of 1..{MAX_STOP_CHARS} characters", param="stop")
     return tuple(members)
 
 

@@ -8,18 +8,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from api.answer_schemas import Answer, Usage
+from promptmill.core.limits import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_LENGTH_PENALTY,
+    MAX_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    MAX_WIDTH,
+)
 
-MAX_STOPS = 32
-MAX_STOP_LENGTH = 1024
-MAX_STOP_IDS = 64
-MAX_BIASES = 1024
-MAX_BIAS = 100
-MAX_N = 32  # choices, and beams
-MAX_TOP = 20  # alternatives per token
 MAX_CHOICES = 1024  # of a guided choice
 INT64 = 2**63
 
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -80,8 +84,8 @@ class JobRequest(_Request):
     top_k: int | None = Field(None, ge=-1, description="0 or -1: off")
     min_p: Finite | None = Field(None, ge=0, le=1, description="Least probability, relative to that of the likeliest token")
     repetition_penalty: Finite | None = Field(None, gt=0, le=10, description="Over prompt and output; 1: off")
-    presence_penalty: Finite | None = Field(None, ge=-2, le=2)
-    frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
+    presence_penalty: Finite | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: Finite | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], Field(max_length=MAX_BIASES)] | None = Field(
         None, description="Token id -> what is added to its logit"
     )
@@ -89,17 +93,17 @@ class JobRequest(_Request):
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on behind the end-of-sequence token")
-    n: int | None = Field(None, ge=1, le=MAX_N, description="Choices")
+    n: int | None = Field(None, ge=1, le=MAX_WIDTH, description="Choices")
     best_of: int | None = Field(None, ge=1, description="Only as n")
-    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP)] | None = Field(
+    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
         None, description="Of messages: true or false. Of a prompt: how many alternatives per token"
     )
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP, description="Of messages, with logprobs")
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP, description="Alternatives per token of the prompt")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Of messages, with logprobs")
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives per token of the prompt")
     echo: bool | None = Field(None, description="Of a prompt: the text, and the logprobs, begin with the prompt")
     use_beam_search: bool | None = Field(None, description="With temperature 0; without stop and logprobs")
-    beam_width: int | None = Field(None, ge=2, le=MAX_N, description="Default: n")
-    length_penalty: Finite | None = Field(None, ge=-10, le=10)
+    beam_width: int | None = Field(None, ge=2, le=MAX_WIDTH, description="Default: n")
+    length_penalty: Finite | None = Field(None, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
     early_stopping: bool | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema, or its text")

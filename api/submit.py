@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from api.sampling import Limits
-from api.schemas import MAX_N
 from api.services import Services
 from api.validate import JobValidator, ValidJob
 from promptmill.core.errors import BadRequest, Unavailable
 from promptmill.core.ids import new_id
 from promptmill.core.jobs import CacheUse, IdempotencyKey, JobRef, NewJob, Outcome, Priority, QueueName, Status
+from promptmill.core.limits import MAX_WIDTH
 from promptmill.core.logs import get_logger
 from promptmill.core.ports import Submitted
 
@@ -26,7 +26,7 @@ class Submitter:
     def __init__(self, services: Services):
         self._services = services
         settings = services.settings
-        limits = Limits(settings.max_tokens_cap, settings.job_tokens_cap, min(MAX_N, settings.engine_rows or MAX_N))
+        limits = Limits(settings.max_tokens_cap, settings.job_tokens_cap, min(MAX_WIDTH, settings.engine_rows or MAX_WIDTH))
         self._validator = JobValidator(services.models, limits)
 
     def submit(self, body: dict[str, Any], *, route: str, key: str | None, default: Priority) -> Submitted:

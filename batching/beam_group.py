@@ -9,8 +9,8 @@ from batching.request import ServedModel
 from batching.row import Row
 from batching.runner import Draw, Drawn
 from batching.text import RowText
-from promptmill.core.jobs import Beam, Choice, FinishReason, Outcome
-from promptmill.core.ports import GenRequest
+from promptmill.core.engine import GenRequest
+from promptmill.core.jobs import Beam, Choice, Outcome
 
 
 class Beams(Group):
@@ -22,12 +22,7 @@ class Beams(Group):
         ends = self._stops.difference(self._ends) if sampling.ignore_eos and not sampling.grammar else self._stops
         self._search = BeamSearch(beam, sampling.n, sampling.max_tokens, ends)
         self._heard: dict[int, Sequence[tuple[int, float]]] = {}  # beam -> its best next tokens
-        self._spread = False
         self._choices: tuple[Choice, ...] = ()
-
-    @property
-    def spread(self) -> bool:
-        return self._spread
 
     @property
     def width(self) -> int:
@@ -48,7 +43,6 @@ class Beams(Group):
         for child, extension in zip(children, extensions, strict=True):
             child.add(extension.token)
         self._heard = {}
-        self._spread = True
         self._inherit(parents, children, [extension.parent for extension in extensions], lanes)
         self.rows = children
         return self._tell() if self._search.done else []
@@ -67,8 +61,8 @@ class Beams(Group):
             if index not in heirs:
                 lanes.drop(parent)
 
-    def outcome(self, reason: FinishReason) -> Outcome:
-        return self._outcome(self._choices or tuple(Choice(index, "", (), reason) for index in range(self.sampling.n)))
+    def outcome(self) -> Outcome:
+        return self._outcome(self._choices or tuple(Choice(index, "", (), "cancelled") for index in range(self.sampling.n)))
 
     @property
     def generated(self) -> tuple[tuple[int, ...], ...]:

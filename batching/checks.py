@@ -9,18 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from batching.grammar import GrammarBackend, GrammarError
+from batching.runner import BLOCK_TOKENS, Runner, blocks_for
+from promptmill.core.engine import Capabilities, GenRequest
 from promptmill.core.errors import Rejected
 from promptmill.core.jobs import Beam, Grammar, SamplingParams
+from promptmill.core.limits import MAX_BIAS, MAX_BIASES, MAX_LENGTH_PENALTY, MAX_PENALTY, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_WIDTH
 from promptmill.core.models import ModelCard
-from promptmill.core.ports import Capabilities, GenRequest
 
-MAX_WIDTH = 32  # rows of one request: choices, or beams
-MAX_BIASES = 1024
-MAX_STOPS = 32
-MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 64
 MAX_TOP_K = 2**31 - 1
-MAX_LENGTH_PENALTY = 10.0  # tokens ** it stays finite
 
 _NOT_SUPPORTED = "not_supported_by_engine"
 
@@ -39,6 +35,18 @@ def check_request(request: GenRequest, card: ModelCard, caps: Capabilities, gram
     _check_generated(request, card.vocab_size)
     _check_capabilities(sampling, caps, grammars is not None)
     _check_grammar(sampling.grammar, grammars)
+
+
+def check_size(request: GenRequest, runner: Runner, *, shares: bool) -> None:
+    """Raises Rejected for what would not fit the engine even alone. ``shares``: rows of one prompt share its whole
+    blocks, through a loss of their cache too; without a prefix cache only until then."""
+    sampling, prompt = request.sampling, len(request.prompt_ids)
+    if sampling.width > runner.rows:
+        raise Rejected(f"this engine runs at most {runner.rows} choices or beams of a request", param="n")
+    shared = prompt // BLOCK_TOKENS if shares else 0
+    own = blocks_for(prompt + sampling.max_tokens) - shared
+    if shared + sampling.width * own > runner.blocks:
+        raise Rejected("prompt and max_tokens need more KV cache than this engine has", param="max_tokens")
 
 
 def _check_lengths(request: GenRequest, card: ModelCard) -> None:
@@ -64,8 +72,8 @@ def _check_numbers(sampling: SamplingParams) -> None:
     for name in ("top_p", "repetition_penalty"):
         if getattr(sampling, name) == 0:
             raise Rejected(f"{name} must be greater than 0", param=name)
-    _float("presence_penalty", sampling.presence_penalty, -2, 2)
-    _float("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _float("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _float("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _int("top_k", sampling.top_k, 0, MAX_TOP_K)
     if sampling.seed is not None:
         _int("seed", sampling.seed, -(2**63), 2**63 - 1)
@@ -79,7 +87,7 @@ def _check_ids_and_strings(sampling: SamplingParams, vocab_size: int) -> None:
         raise Rejected("logit_bias must hold pairs of a token id and a number", param="logit_bias")
     _ids("logit_bias", [token for token, _ in biases], vocab_size)
     for _, bias in biases:
-        _float("logit_bias", bias, -100, 100)
+        _float("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
     _ids("stop_token_ids", _items("stop_token_ids", sampling.stop_token_ids, MAX_STOP_IDS), vocab_size)
     for stop in _items("stop", sampling.stop, MAX_STOPS):
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:

@@ -12,13 +12,13 @@ from promptmill.core.jobs import Choice, FinishReason, Outcome
 class Choices(Group):
     """``n`` of them. With max_tokens 0 nothing is drawn: the prompt is only scored."""
 
-    _spread: bool
+    _spread: bool  # the choices have their rows; before, one computes the prompt for all
     _all: list[Row]  # by choice, also those that have ended
     _reasons: dict[int, FinishReason]  # of those that have ended
 
     @property
-    def spread(self) -> bool:
-        return self._spread
+    def width(self) -> int:
+        return len(self.rows) if self._spread else self.sampling.n
 
     def draws(self, row: Row) -> tuple[Draw, ...]:
         if self.sampling.max_tokens == 0 or row.choice in self._reasons:
@@ -40,20 +40,20 @@ class Choices(Group):
             return []
         return [self._say(each, what, lanes) for each, what in zip(rows, drawn, strict=True)]
 
-    def outcome(self, reason: FinishReason) -> Outcome:
+    def outcome(self) -> Outcome:
         wanted = self.sampling.logprobs is not None
         begun = tuple(
             Choice(
                 row.choice,
                 row.text.shown if row.text else "",
                 tuple(row.output),
-                self._reasons.get(row.choice, reason),
+                self._reasons.get(row.choice, "cancelled"),
                 tuple(row.logprobs) if wanted else None,
             )
             for row in self._all
         )
         unborn = range(len(begun), self.sampling.n)  # the prompt was not done
-        return self._outcome(begun + tuple(Choice(index, "", (), reason, () if wanted else None) for index in unborn))
+        return self._outcome(begun + tuple(Choice(index, "", (), "cancelled", () if wanted else None) for index in unborn))
 
     @property
     def generated(self) -> tuple[tuple[int, ...], ...]:

@@ -7,30 +7,29 @@ request that caused it; only a bug of the loop itself ends the engine, and then 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Condition
 
 from batching.beam_group import Beams
 from batching.blocks import BlockPool
-from batching.checks import check_request
+from batching.checks import check_request, check_size
 from batching.choices import Choices
 from batching.grammar import GrammarCompiler, GrammarError
 from batching.group import Group, Shown
 from batching.meter import EngineMeter
 from batching.options import EngineOptions
+from batching.orders import Cancel, Order, Pause, Resume
 from batching.pace import Pace
 from batching.policy import ArrivalRate, idle_due_at
 from batching.prefix import PrefixCache
 from batching.request import ServedModel
 from batching.row import Row
-from batching.runner import BLOCK_TOKENS, RowError, RowOutput, Runner
+from batching.runner import RowError, RowOutput, Runner
 from batching.scheduler import Scheduler
 from batching.stepper import FAILED, Stepper, row_error
 from batching.tables import Tables
-from promptmill.core.errors import Rejected, Unavailable
-from promptmill.core.jobs import FinishReason
-from promptmill.core.logs import get_logger
-from promptmill.core.ports import (
+from batching.trial import ROUNDS, trial_steps
+from promptmill.core.engine import (
     Capabilities,
     EngineEvent,
     EngineStats,
@@ -44,6 +43,9 @@ from promptmill.core.ports import (
     Started,
     Tokens,
 )
+from promptmill.core.errors import Rejected, Unavailable
+from promptmill.core.jobs import FinishReason
+from promptmill.core.logs import get_logger
 
 IDLE_TURN_S = 1.0  # an idle engine turns so often, so that its ``stepped_at`` shows that it lives
 
@@ -51,24 +53,8 @@ Sink = Callable[[Sequence[EngineEvent]], None]
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    id: str
-    mode: PauseMode
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    id: str
-
-
 class BatchingEngine:
-    """``promptmill.core.ports.Engine`` over ``load()``, which is called on the thread of ``run``."""
+    """``promptmill.core.engine.Engine`` over ``load()``, which is called on the thread of ``run``."""
 
     def __init__(self, load: Callable[[], Runner], models: Mapping[str, ServedModel], options: EngineOptions):
         self.caps = Capabilities()
@@ -89,7 +75,7 @@ class BatchingEngine:
         self._given_up: tuple[Resumable, ...] = ()
         # shared with other threads, under _changed
         self._changed = Condition()
-        self._inbox: deque[Group | Cancel | Pause | Resume] = deque()  # in order of arrival
+        self._inbox: deque[Group | Order] = deque()  # in order of arrival
         self._known: set[str] = set()  # ids that have not ended
         self._alive = False
         self._draining = False
@@ -106,9 +92,10 @@ class BatchingEngine:
             raise Unavailable("the engine does not run")
         compiler = self._compilers[request.model]
         check_request(request, served.card, self.caps, compiler)
-        self._check_size(request)
+        check_size(request, self._runner, shares=self._options.prefix_cache)
+        beam = request.sampling.beam
         try:
-            group = self._group(request, served, compiler)
+            group = Choices(request, served, compiler) if beam is None else Beams(request, served, compiler, beam)
         except GrammarError as error:
             raise Rejected(f"what was generated breaks the grammar: {error.message}", param="generated") from None
         with self._changed:
@@ -191,6 +178,10 @@ class BatchingEngine:
         self._pace = Pace(self._options.target_itl_s, rows=runner.rows + self._options.reserved_rows, prefill=self._options.prefill_tokens)
         self._stepper = Stepper(runner, self._pace, self._meter, self._clock)
         self.caps = runner.caps
+        if self._options.target_itl_s:
+            for number in range(ROUNDS):
+                for works in trial_steps(runner, next(iter(self._models)), self._options.prefill_tokens):
+                    self._stepper.rehearse(works, count=number > 0)
         self._note_stats()
         self._alive = True
 
@@ -234,26 +225,11 @@ class BatchingEngine:
 
     # what came
 
-    def _tell(self, request_id: str, item: Cancel | Pause | Resume) -> None:
+    def _tell(self, request_id: str, item: Order) -> None:
         with self._changed:
             if request_id in self._known:
                 self._inbox.append(item)
                 self._changed.notify_all()
-
-    def _check_size(self, request: GenRequest) -> None:
-        """Raises Rejected for what would not fit even alone. Rows of one prompt share its whole blocks, through a
-        loss of their cache too where there is a prefix cache."""
-        sampling, prompt = request.sampling, len(request.prompt_ids)
-        if sampling.width > self._runner.rows:
-            raise Rejected(f"this engine runs at most {self._runner.rows} choices or beams of a request", param="n")
-        shared = prompt // BLOCK_TOKENS if self._options.prefix_cache else 0
-        own = -(-(prompt + sampling.max_tokens) // BLOCK_TOKENS) - shared
-        if shared + sampling.width * own > self._runner.blocks:
-            raise Rejected("prompt and max_tokens need more KV cache than this engine has", param="max_tokens")
-
-    def _group(self, request: GenRequest, served: ServedModel, compiler: GrammarCompiler) -> Group:
-        beam = request.sampling.beam
-        return Choices(request, served, compiler) if beam is None else Beams(request, served, compiler, beam)
 
     def _take_inbox(self) -> None:
         with self._changed:
@@ -267,14 +243,14 @@ class BatchingEngine:
 
     def _arrive(self, group: Group) -> None:
         if group.done:  # an earlier run had published its end, but not told of it
-            self._finish(group, group.reason)
+            self._finish(group)
         else:
             self._scheduler.submit(group)
 
-    def _obey(self, group: Group, order: Cancel | Pause | Resume) -> None:
+    def _obey(self, group: Group, order: Order) -> None:
         if isinstance(order, Cancel):
             self._scheduler.remove(group)
-            self._finish(group, "cancelled")
+            self._finish(group, cancelled=True)
         elif isinstance(order, Pause) and group not in self._scheduler.paused:
             kept = order.mode != "recompute"
             self._scheduler.pause(group, keep=kept)
@@ -335,7 +311,7 @@ class BatchingEngine:
             else:
                 if group.done:
                     self._scheduler.remove(group)
-                    self._finish(group, group.reason)
+                    self._finish(group)
 
     def _go_on(self, group: Group, row: Row, output: RowOutput, now: float) -> None:
         group.note_scores(row, output)
@@ -358,11 +334,13 @@ class BatchingEngine:
 
     # -- ends of requests that the scheduler has let go
 
-    def _finish(self, group: Group, reason: FinishReason) -> None:
+    def _finish(self, group: Group, *, cancelled: bool = False) -> None:
         now = self._clock.monotonic()
         admitted_at = now if group.admitted_at is None else group.admitted_at
         first_token_at = now if group.first_token_at is None else group.first_token_at
-        self._end(Finished(group.id, group.outcome(reason), reason, first_token_at - admitted_at, now - first_token_at))
+        outcome = group.outcome()
+        reason: FinishReason = "cancelled" if cancelled else outcome.choices[0].finish_reason
+        self._end(Finished(group.id, outcome, reason, first_token_at - admitted_at, now - first_token_at))
 
     def _fail(self, group: Group, error: RowError) -> None:
         log.warning("request_failed", request=group.id, code=error.code)
@@ -394,7 +372,7 @@ class BatchingEngine:
             self._given_up = tuple(Resumable(group.id, group.generated) for group in left)
             return
         for group in left:
-            self._finish(group, "cancelled")
+            self._finish(group, cancelled=True)
 
     def _fail_all(self) -> None:
         """The loop is broken: trust only the list of ids that have not had their last event."""

@@ -16,8 +16,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from promptmill.core.jobs import Grammar
+from promptmill.core.limits import MAX_GRAMMAR_CHARS
 
-MAX_CHARS = 65_536
 MAX_LEVELS = 1_000  # of a schema whose references are followed; rules and groups of an EBNF grammar
 MAX_MULTIPLE = 1_000  # least common multiple of a schema's ``multipleOf``
 
@@ -44,8 +44,8 @@ class GrammarError(Exception):
 def to_lark(grammar: Grammar) -> str:
     """The grammar in llguidance's dialect of Lark. Raises GrammarError for what is refused here; the rest
     of what is wrong with it shows when it is compiled."""
-    if len(grammar.text) > MAX_CHARS:
-        raise GrammarError(f"the grammar has {len(grammar.text)} characters, at most {MAX_CHARS} are allowed")
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"the grammar has {len(grammar.text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed")
     _bound_unicode(grammar.text)
     match grammar.kind:
         case "json_object":

@@ -17,8 +17,8 @@ from batching.request import ServedModel
 from batching.row import Row
 from batching.runner import Draw, Drawn, RowOutput
 from batching.sampling import seed_of
+from promptmill.core.engine import GenRequest
 from promptmill.core.jobs import Choice, FinishReason, Outcome, Priority, TokenLogprob, Usage
-from promptmill.core.ports import GenRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Group(ABC):
         self.published = sum(map(len, request.generated))
 
     @property
+    @abstractmethod
     def width(self) -> int:
-        """Rows that the group takes of the engine's, or may come to take."""
-        return len(self.rows) if self.spread else self.sampling.width
+        """Rows of the engine's that the group takes, or may come to take."""
 
     @property
     def length(self) -> int:
@@ -83,16 +83,6 @@ class Group(ABC):
     def done(self) -> bool:
         return not self.rows
 
-    @property
-    def reason(self) -> FinishReason:
-        """Why the finished group ended."""
-        return self.outcome("length").choices[0].finish_reason
-
-    @property
-    @abstractmethod
-    def spread(self) -> bool:
-        """Whether the group has all its rows; before, one computes the prompt for all."""
-
     @abstractmethod
     def draws(self, row: Row) -> tuple[Draw, ...]:
         """What to draw once all tokens of ``row`` are in the cache."""
@@ -102,8 +92,8 @@ class Group(ABC):
         """Go on with what was drawn at the end of ``row``. Raises GrammarError, or what a tokenizer raises."""
 
     @abstractmethod
-    def outcome(self, reason: FinishReason) -> Outcome:
-        """What has been shown; choices that have not ended end with ``reason``."""
+    def outcome(self) -> Outcome:
+        """What has been shown; choices that have not ended are cancelled."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
 """What the loop reports to Prometheus. Labelled children are looked up once: a step is a few milliseconds."""
 
 from batching.scheduler import Plan
+from promptmill.core.engine import EngineStats
 from promptmill.core.metrics import Metrics
-from promptmill.core.ports import EngineStats
 
 
 class EngineMeter:

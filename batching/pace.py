@@ -37,11 +37,14 @@ class Pace:
         most = max(1, min(self._prefill, self._borne - decode_rows))
         return self._times.prefill_within(self._target_s, decode_rows, context, most)
 
+    def learn(self, tokens: int, context: int, seconds: float) -> None:
+        """A step of a trial took so long."""
+        self._times.observe(tokens, context, seconds)
+
     def observe(self, plan: Plan, seconds: float) -> None:
         """A step went well."""
         self._times.observe(plan.tokens, plan.context, seconds)
-        if plan.works:
-            self._context = sum(_expected(group, row) for group, row in plan.rows) / len(plan.rows)
+        self._context = sum(_expected(group, row) for group, row in plan.rows) / len(plan.rows)
         self._good_steps += 1
         if self._good_steps % GOOD_STEPS == 0:
             self._borne = min(self._rows + self._prefill, self._borne + self._borne // 10 + 1)

@@ -17,10 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from batching.history import History
+from promptmill.core.engine import Capabilities
 from promptmill.core.jobs import SamplingParams, TokenLogprob
-from promptmill.core.ports import Capabilities
 
 BLOCK_TOKENS = 64
+
+
+def blocks_for(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
 
 Words = npt.NDArray[np.uint32]  # a bit per token id, from the lowest bit of the first word on
 

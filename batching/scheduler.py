@@ -5,8 +5,8 @@ be paused, keeping its blocks or losing them. The unit of admission and pause is
 with all its rows), the unit of work is the row.
 
 * **Admission** is optimistic: the free blocks must cover what the group and those that run have yet to
-  compute, and one block for each row that runs. A group that does not fit *yet* blocks those behind it of the same or a
-  lower rank, so that a big one is not overtaken for ever by small ones.
+  compute, and one block for each row that runs. A group that does not fit *yet* blocks those behind it
+  of the same or a lower rank, so that a big one is not overtaken for ever by small ones.
 * **A step** is all decodes first, then prefill chunks within a budget of tokens. Chunks end at block
   boundaries where they can, so that the blocks can be shared.
 * **Sharing**: a row adopts blocks that the prefix cache knows. A row whose next block is being computed
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A group was paused for want of blocks and waits again. ``kept``: it still has its blocks."""
+    """A group was paused for want of blocks, or of memory for its steps, and waits again. ``kept``: it still has its blocks."""
 
     group: Group
     kept: bool

@@ -39,13 +39,26 @@ class Stepper:
         self._meter.step(plan, self._ended - began)
         return results
 
+    def rehearse(self, works: Sequence[RowWork], *, count: bool) -> None:
+        """Run a step for the sake of its time, which is learned if it is to ``count``."""
+        began = self._clock.monotonic()
+        try:
+            self._runner.step(works)
+        except OutOfMemory as error:
+            log.warning("step_failed", rows=len(works), error=str(error))
+            self._pace.out_of_memory(_tokens(works))
+        else:
+            if count:
+                tokens = _tokens(works)
+                self._pace.learn(tokens, tokens + sum(work.past for work in works), self._clock.monotonic() - began)
+
     def idle(self) -> None:
         """No step follows at once."""
         self._ended = None
 
     def _bisect(self, works: Sequence[RowWork], error: Exception) -> list[RowResult | None]:
         if isinstance(error, OutOfMemory):
-            self._pace.out_of_memory(sum(len(work.token_ids) for work in works))
+            self._pace.out_of_memory(_tokens(works))
         if len(works) > 1:
             middle = len(works) // 2
             return self._part(works[:middle]) + self._part(works[middle:])
@@ -58,6 +71,10 @@ class Stepper:
             return [*self._runner.step(works)]
         except Exception as error:
             return self._bisect(works, error)
+
+
+def _tokens(works: Sequence[RowWork]) -> int:
+    return sum(len(work.token_ids) for work in works)
 
 
 def row_error(error: Exception) -> RowError:

@@ -28,8 +28,6 @@ MOST_OFF = math.log(10.0)  # what a single step counts at most there
 PULL = 2e-2  # of the centre, beside 1 for each observed step
 FOLLOW = 0.02  # how far the centre moves to the fit at each step
 WARMUP = 8  # steps whose ratios say nothing, since the start values may be far off
-FIRST_ROWS = 4  # rows before any step was seen, and one more every second step: rows that are too many stay long
-FIRST_CHUNK = 16  # prefill tokens beside decodes before any step was seen, and half as many more with each step
 FIRST_SPREAD = 1.3  # at least, until
 FEW_RATIOS = 100  # are known
 MOST_SPREAD = 2.0  # smaller steps do not help against what is slower still
@@ -93,23 +91,21 @@ class StepTime:
 
     def rows_within(self, target_s: float, context: float, most: int) -> int:
         """How many rows with ``context`` tokens each may decode together, so that a step stays within the target
-        with some prefill beside them; 1 to ``most``, and few before anything is known."""
+        with some prefill beside them; 1 to ``most``."""
         a, b, c = self._fit
         per_row = b * (1 + RESERVE) + c * context
         left = self._aim(target_s) - a
-        return max(1, _count(left, per_row, min(most, FIRST_ROWS + self._seen // 2)))
+        return max(1, _count(left, per_row, most))
 
     def prefill_within(self, target_s: float, decode_rows: int, context: int, most: int) -> int:
         """How many prompt tokens may run beside ``decode_rows`` rows, which attend to ``context`` tokens together.
 
-        All of ``most`` without a target or a row that decodes. Else what the target leaves, and little before
-        anything is known, but at least one token
+        All of ``most`` without a target or a row that decodes. Else what the target leaves, but at least one token
         to LEAST_SHARE of the decoding rows, whatever the target: prefill is never starved, and the step is not
         much longer for it.
         """
         if not target_s or not decode_rows:
             return most
-        most = min(most, FIRST_CHUNK + self._seen * FIRST_CHUNK // 2)
         least = min(LEAST_CHUNK, math.ceil(decode_rows * LEAST_SHARE))
         room = _count(self._aim(target_s) - self.predict(decode_rows, context), self._fit[1], most)
         return min(most, max(least, room))

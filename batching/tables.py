@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from batching.blocks import BlockPool
 from batching.prefix import PrefixCache
 from batching.row import Row
-from batching.runner import BLOCK_TOKENS
+from batching.runner import BLOCK_TOKENS, blocks_for
 
 KNOWN = 8  # blocks: enough to tell who shares a beginning, and cheap to look for in a long queue
 
@@ -138,10 +138,6 @@ class Tables:
                 held[block] = held.get(block, 0) + 1
         assert all(self._pool.refs(block) == count for block, count in held.items()), "a block's references differ from the tables"
         assert len(held) == self._pool.used, "a block is held by no row"
-
-
-def blocks_for(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
 
 
 def _parent(row: Row) -> bytes:

@@ -12,9 +12,9 @@ from batching.engines import create_engine
 from batching.options import EngineOptions
 from bench.workloads import Request
 from promptmill.core.clock import SYSTEM_CLOCK
+from promptmill.core.engine import EngineEvent, Failed, Finished, GenRequest, Tokens
 from promptmill.core.jobs import Priority, SamplingParams
 from promptmill.core.models import ModelCard, chosen_models
-from promptmill.core.ports import EngineEvent, Failed, Finished, GenRequest, Tokens
 from promptmill.core.settings import load_settings
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from batching.engine import BatchingEngine
 from bench.engines import Measured, gen_request, machine, make_engine, model_folder, note, serve
 from bench.workloads import mixed64
-from promptmill.core.ports import GenRequest
+from promptmill.core.engine import GenRequest
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"rows": 8, "prefill_tokens": 64},

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.engines import Measured, gen_request, machine, make_engine, model_folder, serve
 from bench.workloads import mixed64
-from promptmill.core.ports import GenRequest
+from promptmill.core.engine import GenRequest
 
 FIXED = (1, 8, 32)
 WITHIN = 1.2

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 
+from promptmill.core.engine import Engine, EngineEvent, EngineStats, Resumable
 from promptmill.core.logs import get_logger
-from promptmill.core.ports import Engine, EngineEvent, EngineStats, Resumable
 
 log = get_logger(__name__)
 

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable
 
 from promptmill.core.clock import Clock
+from promptmill.core.engine import EngineStats
 from promptmill.core.errors import Unavailable
 from promptmill.core.logs import get_logger
-from promptmill.core.ports import EngineStats, JobStore, WorkerDirectory, WorkerInfo
+from promptmill.core.ports import JobStore, WorkerDirectory, WorkerInfo
 from workers.engine_thread import EngineThread
 from workers.gate import Capacity
 from workers.registry import Registry

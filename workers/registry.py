@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from promptmill.core.clock import Clock
+from promptmill.core.engine import Failed, Finished, Started, Tokens
 from promptmill.core.jobs import Choice, Claim, Held, Outcome, Priority, Usage
-from promptmill.core.ports import Failed, Finished, Started, Tokens
 from workers.gate import Capacity
 
 MARK_SECONDS = 60.0

@@ -7,10 +7,10 @@ itself counts them.
 from collections.abc import Sequence
 
 from promptmill.core.clock import Clock
+from promptmill.core.engine import EngineEvent, Failed, Finished, Started, Tokens
 from promptmill.core.events import StreamEvent, tokens
 from promptmill.core.logs import get_logger
 from promptmill.core.metrics import Metrics
-from promptmill.core.ports import EngineEvent, Failed, Finished, Started, Tokens
 from workers.flusher import Flusher
 from workers.registry import End, Registry, Run
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from promptmill.core.clock import Clock
+from promptmill.core.engine import Engine, Failed, Finished, GenRequest, Resumable
 from promptmill.core.errors import Rejected, Unavailable
 from promptmill.core.events import StreamEvent, started, terminal
 from promptmill.core.jobs import Claim, Finish, Job, JobError, JobRef, Outcome, Priority, SamplingParams, Status, Timings
 from promptmill.core.logs import get_logger
 from promptmill.core.metrics import Metrics
-from promptmill.core.ports import Append, Engine, Failed, Finished, GenRequest, JobQueue, JobStore, ResultCache, Resumable
+from promptmill.core.ports import Append, JobQueue, JobStore, ResultCache
 from workers.claims import Arrival
 from workers.flusher import Flusher
 from workers.registry import Abort, End, Registry, Run

@@ -16,8 +16,8 @@ from batching.options import EngineOptions
 from batching.request import ServedModel
 from batching.runner import BLOCK_TOKENS, Draw, Drawn, RowError, RowOutput, RowResult, RowWork
 from batching.sampling import mix64
+from promptmill.core.engine import Capabilities
 from promptmill.core.errors import ConfigError
-from promptmill.core.ports import Capabilities
 
 DEFAULT_ROWS = 32
 TOKEN_BYTES = 8

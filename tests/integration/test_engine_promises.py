@@ -19,9 +19,9 @@ import pytest
 
 from batching.engine import BatchingEngine
 from batching.runner import BLOCK_TOKENS
+from promptmill.core.engine import EngineEvent, Failed, Finished, GenRequest, Started
 from promptmill.core.errors import Rejected
 from promptmill.core.jobs import Beam, Grammar, Outcome
-from promptmill.core.ports import EngineEvent, Failed, Finished, GenRequest, Started
 from tests.support.engine import ends, finished, make_request, run_to_end
 from tests.support.torch_engine import CONTEXT, NAN_TOKEN, ragged, random_llama, run_all, torch_engine
 

@@ -14,9 +14,9 @@ from batching.options import EngineOptions
 from batching.request import ServedModel
 from batching.runner import Runner
 from promptmill.core.clock import Clock
+from promptmill.core.engine import EngineEvent, Failed, Finished, GenRequest, Tokens
 from promptmill.core.jobs import Priority, SamplingParams
 from promptmill.core.models import ModelCard
-from promptmill.core.ports import EngineEvent, Failed, Finished, GenRequest, Tokens
 from tests.support.clock import FakeClock
 from tests.support.fake_runner import EOS as EOS
 from tests.support.fake_runner import ROW_FAILS as ROW_FAILS

@@ -18,8 +18,8 @@ from batching.grammar import GrammarError
 from batching.runner import BLOCK_TOKENS, Draw, Drawn, OutOfMemory, RowError, RowOutput, RowResult, RowWork, Score
 from batching.sampling import mix64
 from promptmill.core.clock import Clock
+from promptmill.core.engine import Capabilities
 from promptmill.core.jobs import TokenLogprob
-from promptmill.core.ports import Capabilities
 from tests.support.clock import FakeClock
 
 EOS, START, WHOLE_STEP_FAILS, ROW_FAILS = 0, 1, 5, 6

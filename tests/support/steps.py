@@ -34,11 +34,13 @@ class Fixed:
 
 
 class Targeted:
-    """The model's decisions, at most ``rows`` and ``prefill``."""
+    """The model's decisions, at most ``rows`` and ``prefill``, after a trial as the engine makes one."""
 
-    def __init__(self, target_s: float, rows: int = 64, prefill: int = 256):
+    def __init__(self, target_s: float, law: Law, rows: int = 64, prefill: int = 256):
         self.times = StepTime()
         self.target_s, self.rows, self.prefill = target_s, rows, prefill
+        for tokens in (1, rows // 4, rows, prefill // 4, prefill) * 2:
+            self.observe(tokens, tokens, law(tokens, tokens))
 
     def row_limit(self, context: float) -> int:
         return self.times.rows_within(self.target_s, context, self.rows)

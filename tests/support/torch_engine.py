@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from batching.engine import BatchingEngine
 from batching.engines import create_engine
 from batching.options import EngineOptions
+from promptmill.core.engine import EngineEvent, GenRequest
 from promptmill.core.models import ModelCard
-from promptmill.core.ports import EngineEvent, GenRequest
 from tests.support.engine import EOS, START, make_request, run_to_end, tiny_tokenizer
 
 CONTEXT = 512

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batching.checks import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_WIDTH, check_request
+from batching.checks import check_request
 from batching.grammar import GrammarCompiler
+from promptmill.core.engine import Capabilities, GenRequest
 from promptmill.core.errors import Rejected
 from promptmill.core.jobs import Beam, Grammar, Priority, SamplingParams
+from promptmill.core.limits import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS, MAX_WIDTH
 from promptmill.core.models import ModelCard
-from promptmill.core.ports import Capabilities, GenRequest
 from tests.support.engine import tiny_tokenizer
 
 VOCAB = tiny_tokenizer().get_vocab_size()

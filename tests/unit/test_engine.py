@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from batching.engine import BatchingEngine
 from batching.options import EngineOptions
 from batching.runner import BLOCK_TOKENS, RowResult, RowWork, Runner
+from promptmill.core.engine import EngineEvent, Failed, Finished, GenRequest, Started, Tokens
 from promptmill.core.errors import Rejected, Unavailable
 from promptmill.core.jobs import Priority
-from promptmill.core.ports import EngineEvent, Failed, Finished, GenRequest, Started, Tokens
 from tests.support.clock import FakeClock
 from tests.support.engine import (
     DEADLINE_S,
@@ -121,6 +121,29 @@ def test_times_are_measured_from_enqueue_to_row_to_first_token_to_end(clock: Fak
     assert (started.waited_s, started.window_s) == (2.0, 0.0)
     end = finished(events, "a")
     assert (end.prefill_s, end.decode_s) == (1.0, 1.0)  # two chunks, the second draws; two more tokens
+
+
+def test_a_target_latency_is_kept_from_the_first_step_on(clock: FakeClock) -> None:
+    """What a trial learned: neither does the first decode take longer, nor do rows come one by one."""
+    law = StepLaw(base_s=0.005, token_s=0.001)
+    runner = FakeRunner(rows=32, reserved=0, blocks=64, clock=clock, law=law)
+    engine = make_engine(runner, clock, eos=(), prefill_tokens=64, target_itl_s=0.02)
+    engine.prepare()
+    rehearsed = len(runner.steps)
+    for number in range(32):
+        engine.submit(make_request(f"r{number}", max_tokens=6, enqueued_at=clock.monotonic()))
+    engine.step()
+    assert 8 <= engine.stats().running[Priority.STANDARD] <= 15
+    run_to_end(engine)
+    decoding = [work for work in runner.steps[rehearsed:] if any(row.past >= 3 for row in work)]
+    assert max(law.seconds(works, 0) for works in decoding) <= 1.2 * 0.02
+
+
+def test_a_trial_that_does_not_fit_the_memory_is_no_failure(clock: FakeClock) -> None:
+    engine = make_engine(FakeRunner(rows=4, max_step_tokens=3, clock=clock), clock, target_itl_s=1.0)
+    engine.prepare()
+    engine.submit(make_request("a", max_tokens=4))
+    assert finished(run_to_end(engine), "a").outcome.choices[0].finish_reason == "length"
 
 
 # -- refusals

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from promptmill.core.engine import Capabilities, EngineEvent, EngineStats, Finished, GenRequest, PauseMode, Resumable
 from promptmill.core.errors import ConfigError
-from promptmill.core.ports import Capabilities, EngineEvent, EngineStats, Finished, GenRequest, PauseMode, Resumable
 from tests.support.engine import make_engine, make_request
 from workers.engine_thread import EngineThread
 

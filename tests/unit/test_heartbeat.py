@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from promptmill.core.clock import SYSTEM_CLOCK
+from promptmill.core.engine import EngineStats
 from promptmill.core.errors import Unavailable
 from promptmill.core.jobs import Held, Priority, Status
-from promptmill.core.ports import EngineStats, WorkerInfo
 from promptmill.core.ports import Heartbeat as Beat
+from promptmill.core.ports import WorkerInfo
 from storage.memory import MemoryWorkerDirectory
 from tests.support.factories import make_spec
 from tests.support.way import WORKER, Walk

@@ -14,9 +14,9 @@ from batching.engines.instant import InstantRunner, word_ids
 from batching.options import EngineOptions
 from batching.request import ServedModel
 from batching.runner import Draw, RowError, RowOutput, RowWork
+from promptmill.core.engine import GenRequest, Paused
 from promptmill.core.errors import ConfigError, Rejected
 from promptmill.core.jobs import Beam, Grammar, Priority, SamplingParams
-from promptmill.core.ports import GenRequest, Paused
 from tests.support.engine import finished, make_request, run_to_end, save_tiny_model, tiny_card, tiny_model
 
 

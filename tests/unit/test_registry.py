@@ -1,8 +1,8 @@
 import threading
 from dataclasses import replace
 
+from promptmill.core.engine import Tokens
 from promptmill.core.jobs import Claim, JobSpec, Priority, QueueName, SamplingParams, TokenLogprob
-from promptmill.core.ports import Tokens
 from tests.support.clock import FakeClock
 from workers.gate import Capacity
 from workers.registry import MARK_SECONDS, MAX_MARKS, Abort, Registry, Run

@@ -8,8 +8,8 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from batching.engines.torch.fuse import GatedMLP, GELUTanh, JointMLP, RMSNorm, fuse, steady, unsteady
-from batching.engines.torch.linears import pack_linears
+from batching.engines.torch.fuse import GELUTanh, JointMLP, RMSNorm, fuse, steady, unsteady
+from batching.engines.torch.linears import Packer
 from batching.engines.torch.native import load_native
 from tests.support.kernels import KERNELS_DIR
 
@@ -80,8 +80,9 @@ def model_of(block, dtype=torch.float32):
 
 
 def fused(model, native):
-    pack_linears(model)
-    return fuse(model, native)
+    replaced = fuse(model, native)
+    Packer().pack_all(model)
+    return replaced
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,7 +92,7 @@ def fused(model, native):
         (lambda: LlamaRMSNorm(20), RMSNorm),
         (lambda: LlamaRMSNorm(20, eps=0.3), RMSNorm),
         (lambda: Gemma2RMSNorm(20), RMSNorm),
-        (Gated, GatedMLP),
+        (Gated, JointMLP),
         (Joint, JointMLP),
     ],
 )
@@ -145,7 +146,7 @@ def test_what_replaces_gelu_is_steady(dtype):
 def test_a_token_has_the_same_bits_in_any_place_and_company(module, threads, native):
     model = model_of(module())
     fused(model, native)
-    width = 20 if isinstance(model.block, GatedMLP | JointMLP) else 1003
+    width = 20 if isinstance(model.block, JointMLP) else 1003
     x = torch.randn(1, 301, width)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

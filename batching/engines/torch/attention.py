@@ -60,6 +60,11 @@ def attending(step: Step) -> Iterator[None]:
         _step.reset(token)
 
 
+def current_step() -> Step:
+    """The step of the forward pass that runs on this thread."""
+    return _step.get()
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -74,7 +79,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The signature of transformers' attention functions."""
     flavour = Flavour(scaling, sliding_window, softcap, s_aux)
-    return _step.get().attend(int(module.layer_idx), query, key, value, flavour), None  # type: ignore[arg-type]
+    return current_step().attend(int(module.layer_idx), query, key, value, flavour), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(NAME, _attention)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from batching.engines.torch.linears import PackedLinear, join
 from batching.engines.torch.native import Native
 from promptmill.core.logs import get_logger
 
@@ -40,32 +41,15 @@ class RMSNorm(nn.Module):
         return self._native.rms_norm(hidden.contiguous(), self.weight, self.eps, one_plus=self.one_plus)
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate) * up), gate and up from two products."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def __init__(self, mlp: Any, native: Native):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self._native = native
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate = self.gate_proj(hidden)
-        return self.down_proj(self._native.silu_mul(gate, self.up_proj(hidden), gate))
-
-
 class JointMLP(nn.Module):
     """down(silu(gate) * up), gate and up side by side from one product."""
 
     gate_up_proj: nn.Module
     down_proj: nn.Module
 
-    def __init__(self, mlp: Any, native: Native):
+    def __init__(self, gate_up: nn.Module, down: nn.Module, native: Native):
         super().__init__()
-        self.gate_up_proj, self.down_proj = mlp.gate_up_proj, mlp.down_proj
+        self.gate_up_proj, self.down_proj = gate_up, down
         self._native = native
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -81,7 +65,7 @@ class GELUTanh(nn.Module):
 
 
 def fuse(model: nn.Module, native: Native) -> list[str]:
-    """Replace modules of ``model``, which is on the CPU with its linear layers packed, in place.
+    """Replace modules of ``model``, which is on the CPU, in place, before its linear layers are packed.
 
     Gives what was replaced: the classes that stand there now, each with how often.
     """
@@ -125,6 +109,8 @@ def steady(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
 
 def _candidates(module: Any, native: Native) -> Iterator[nn.Module]:
     """What could stand for ``module``, by its structure."""
+    if isinstance(module, RMSNorm | JointMLP):
+        return
     parameters = dict(module.named_parameters(recurse=False))
     children = dict(module.named_children())
     if not children and parameters.keys() == {"weight"} and module.weight.dim() == 1 and isinstance(_epsilon(module), float):
@@ -136,9 +122,11 @@ def _candidates(module: Any, native: Native) -> Iterator[nn.Module]:
     elif not parameters:
         gates = {name for name, child in children.items() if _is_activation(child) and _close(child(_PROBE), F.silu(_PROBE), torch.float32)}
         if len(gates) == 1 and children.keys() - gates == {"gate_proj", "up_proj", "down_proj"}:
-            yield GatedMLP(module, native)
+            joint = join([module.gate_proj, module.up_proj])
+            if joint is not None:
+                yield JointMLP(joint, module.down_proj, native)
         elif len(gates) == 1 and children.keys() - gates == {"gate_up_proj", "down_proj"}:
-            yield JointMLP(module, native)
+            yield JointMLP(module.gate_up_proj, module.down_proj, native)
 
 
 def _agree(module: Any, candidate: nn.Module, dtype: torch.dtype) -> bool:
@@ -172,4 +160,6 @@ def _is_activation(module: nn.Module) -> bool:
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether it holds a matrix to multiply by: torch picks the kernel for that by the number of rows."""
+    if isinstance(module, PackedLinear):
+        return not module.steady
     return not isinstance(module, nn.Embedding) and any(weight.dim() > 1 for weight in module.parameters(recurse=False))

@@ -13,18 +13,19 @@ from batching.engines.torch.device import choose_device, choose_dtype, choose_ro
 from batching.engines.torch.fit import kv_shape, run_packed
 from batching.engines.torch.fuse import fuse, unsteady
 from batching.engines.torch.kv import block_bytes, create_pool
-from batching.engines.torch.linears import pack_linears, warm
+from batching.engines.torch.layers import fuse_layers
+from batching.engines.torch.linears import Packer, Unpackable
 from batching.engines.torch.loader import cache_argument, load_model
 from batching.engines.torch.native import Native, load_native
 from batching.engines.torch.sampler import sample, score
 from batching.engines.torch.selfcheck import is_batch_invariant
 from batching.options import EngineOptions
 from batching.runner import BLOCK_TOKENS, Draw, Drawn, OutOfMemory, RowError, RowOutput, RowResult, RowWork
+from promptmill.core.engine import Capabilities
 from promptmill.core.errors import ConfigError
 from promptmill.core.jobs import TokenLogprob
 from promptmill.core.logs import get_logger
 from promptmill.core.models import ModelCard
-from promptmill.core.ports import Capabilities
 
 NO_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "out of memory")  # of torch and oneDNN, which have no class for it on a CPU
 LEAST_TOKENS = 512  # a KV cache for fewer, or for less than the context, serves nobody
@@ -122,13 +123,10 @@ def load_runner(folder: Path, card: ModelCard, options: EngineOptions) -> TorchR
     native = _native(options, device)
     model = load_model(folder, dtype, device)
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
-    packed = device.type == "cpu" and pack_linears(model)
-    fused = fuse(model, native) if native is not None else []
+    fused, packed = _replace(model, native) if device.type == "cpu" else ([], False)
     rows, budget = choose_rows(options, device), kv_budget(options, device, weight_bytes)
     try:
         runner = TorchRunner(model, card, rows=rows, reserved=options.reserved_rows, kv_budget_bytes=budget, device=device, native=native)
-        if packed:
-            warm(model, rows + options.reserved_rows + options.prefill_tokens)
         loose = unsteady(model)
         invariant = runner.exact_attention and not loose and is_batch_invariant(runner)
     except ConfigError:
@@ -152,6 +150,19 @@ def load_runner(folder: Path, card: ModelCard, options: EngineOptions) -> TorchR
         kv_bytes=runner.blocks * runner.block_bytes,
     )
     return runner
+
+
+def _replace(model: nn.Module, native: Native | None) -> tuple[list[str], bool]:
+    """Put kernels and packed products into the model: what was fused, and whether its linear layers are packed."""
+    packer = Packer()
+    try:
+        layers = fuse_layers(model, native, packer, cache_argument(model)) if native is not None else 0
+        fused = ([f"DecoderLayer x {layers}"] if layers else []) + (fuse(model, native) if native is not None else [])
+        packer.pack_all(model)
+    except Unpackable as error:
+        _log.warning("packed_linears_unavailable", reason=str(error))
+        return fused, False
+    return fused, True
 
 
 def _native(options: EngineOptions, device: torch.device) -> Native | None:

@@ -48,30 +48,52 @@ class Native:
         library = ctypes.CDLL(str(path))
         try:
             self._attend, self._scratch_bytes = library.attend, library.attend_scratch_bytes
-            self._rms_norm, self._silu_mul, self._argmax = library.rms_norm, library.silu_mul, library.argmax
+            self._rms_norm, self._rotate = library.rms_norm, library.rotate
+            self._silu_mul, self._argmax = library.silu_mul, library.argmax
         except AttributeError as error:
             raise OSError(f"{path} is no library of kernels: {error}") from error
         p, i, f = c_void_p, c_int64, c_float
         self._attend.argtypes = [POINTER(_Step), p, p, p, i, i, p, i, i, p, i, i, p, f, f, i, p]
         self._scratch_bytes.argtypes, self._scratch_bytes.restype = [POINTER(_Step), i], i
-        self._rms_norm.argtypes = [i, p, i, p, p, i, i, f, i, i]
+        self._rms_norm.argtypes = [i, p, i, p, p, p, i, i, f, i, i]
+        self._rotate.argtypes = [i, p, i, p, p, i, i, i, i, i]
         self._silu_mul.argtypes = [i, p, i, p, i, p, i, i, i]
         self._argmax.argtypes = [i, p, i, p, i, i, i]
-        for function in (self._attend, self._rms_norm, self._silu_mul, self._argmax):
+        for function in (self._attend, self._rms_norm, self._rotate, self._silu_mul, self._argmax):
             function.restype = None
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, one_plus: bool = False) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, one_plus: bool = False, more: Tensor | None = None
+    ) -> Tensor:
         """x [..., E], weight [E]. Rounded before the product as llama does, or with ``one_plus`` times 1 + weight
-        in float32 as gemma does. ``out`` may be ``x``."""
+        in float32 as gemma does. ``out`` may be ``x``. With ``more`` [..., E], x += more first, in place."""
         storage, width = _storage(x, weight), x.shape[-1]
         if weight.shape != (width,) or not weight.is_contiguous():
             raise ValueError(f"a weight of {tuple(weight.shape)} for rows of {width}")
+        if more is not None:
+            _storage(x, more)
+            if more.shape != x.shape or not more.is_contiguous() or not x.is_contiguous():
+                raise ValueError(f"{tuple(more.shape)} to add to {tuple(x.shape)}, both contiguous")
         out = _result(x, out)
         rows, stride = x.numel() // max(width, 1), _row_stride(x)
         self._rms_norm(
-            storage, x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, width, eps, one_plus, torch.get_num_threads()
-        )
+            storage, x.data_ptr(), stride, None if more is None else more.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width,
+            eps, one_plus, torch.get_num_threads(),
+        )  # fmt: skip
         return out
+
+    def rotate(self, x: Tensor, heads: int, dim: int, cosine: Tensor, sine: Tensor) -> None:
+        """Turn the first ``heads`` heads of ``dim`` values of each row of x [T, ...] in place by rotary positions:
+        cosine, sine [T, rotary], both halves of a head alike, as transformers' apply_rotary_pos_emb does."""
+        storage, rows, rotary = _storage(x, cosine), x.shape[0], cosine.shape[-1]
+        _storage(x, sine)
+        if cosine.shape != (rows, rotary) or sine.shape != cosine.shape or not (cosine.is_contiguous() and sine.is_contiguous()):
+            raise ValueError(f"a cosine of {tuple(cosine.shape)} and a sine of {tuple(sine.shape)} for {rows} rows")
+        if x.dim() != 2 or heads * dim > x.shape[1] or rotary > dim or rotary % 2:
+            raise ValueError(f"{heads} heads of {dim} values, {rotary} of them to turn, in rows of {tuple(x.shape[1:])}")
+        self._rotate(
+            storage, x.data_ptr(), _row_stride(x), cosine.data_ptr(), sine.data_ptr(), rows, heads, dim, rotary, torch.get_num_threads()
+        )
 
     def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
         """silu(gate) * up, both [..., I]; rows may be parts of wider rows. ``out`` may be either."""

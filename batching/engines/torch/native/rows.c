@@ -2,17 +2,19 @@
 #include "vector.h"
 
 /* out = x / sqrt(mean(x^2) + eps), times weight, as the families of transformers do it:
- * llama: the quotient is rounded to the storage type, then multiplied; gemma (one_plus): float32 times 1 + weight. */
-INLINE void norm_row(const int storage, const void *x, const void *weight, void *out, long width, float eps, int one_plus)
+ * llama: the quotient is rounded to the storage type, then multiplied; gemma (one_plus): float32 times 1 + weight.
+ * With `more`, x += more first, rounded. */
+INLINE void norm_row(const int storage, void *x, const void *more, const void *weight, void *out, long width, float eps, int one_plus)
 {
     f16x squares = splat(0.0f);
     long whole = width / LANES * LANES, rest = width - whole;
-    for (long i = 0; i < whole; i += LANES) {
-        f16x v = load(storage, x, i);
-        squares = fma16(v, v, squares);
-    }
-    if (rest) {
-        f16x v = load_end(storage, x, whole, rest);
+    for (long i = 0; i < width; i += LANES) {
+        f16x v = i < whole ? load(storage, x, i) : load_end(storage, x, i, rest);
+        if (more) {
+            v = rounded(storage, v + (i < whole ? load(storage, more, i) : load_end(storage, more, i, rest)));
+            if (i < whole) store(storage, x, i, v);
+            else store_end(storage, x, i, rest, v);
+        }
         squares = fma16(v, v, squares);
     }
     f16x scale = splat(1.0f / sqrtf(sum_of(squares) / (float)width + eps));
@@ -25,15 +27,49 @@ INLINE void norm_row(const int storage, const void *x, const void *weight, void 
     }
 }
 
-void rms_norm(int64_t storage, const char *x, int64_t stride, const char *weight, char *out, int64_t rows, int64_t width, float eps,
-              int64_t one_plus, int64_t threads)
+/* `more`: contiguous rows, or NULL; with it x is contiguous too. */
+void rms_norm(int64_t storage, char *x, int64_t stride, const char *more, const char *weight, char *out, int64_t rows, int64_t width,
+              float eps, int64_t one_plus, int64_t threads)
 {
     const long size = 4 / storage;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * width > 8192)
     for (long r = 0; r < rows; r++) {
-        if (storage == FLOAT32) norm_row(FLOAT32, x + r * stride * size, weight, out + r * width * size, width, eps, one_plus);
-        else norm_row(BFLOAT16, x + r * stride * size, weight, out + r * width * size, width, eps, one_plus);
+        char *row = x + r * stride * size, *to = out + r * width * size;
+        const char *add = more ? more + r * width * size : NULL;
+        if (storage == FLOAT32) norm_row(FLOAT32, row, add, weight, to, width, eps, one_plus);
+        else norm_row(BFLOAT16, row, add, weight, to, width, eps, one_plus);
     }
+}
+
+/* Rotary positions as transformers' apply_rotary_pos_emb: x * cos + rotate_half(x) * sin, each product rounded. */
+INLINE void rotate_head(const int storage, void *x, const void *cosine, const void *sine, long half)
+{
+    long whole = half / LANES * LANES;
+    for (long i = 0; i < half; i += LANES) {
+        long rest = half - i;
+#define PART(array, at) (i < whole ? load(storage, array, at) : load_end(storage, array, at, rest))
+        f16x low = PART(x, i), high = PART(x, i + half);
+        f16x first = rounded(storage, low * PART(cosine, i)) - rounded(storage, high * PART(sine, i));
+        f16x second = rounded(storage, high * PART(cosine, i + half)) + rounded(storage, low * PART(sine, i + half));
+#undef PART
+        if (i < whole) store(storage, x, i, first), store(storage, x, i + half, second);
+        else store_end(storage, x, i, rest, first), store_end(storage, x, i + half, rest, second);
+    }
+}
+
+/* x: rows of `heads` heads of `dim` values, of which the first `rotary` turn; cosine, sine [rows][rotary]. */
+void rotate(int64_t storage, char *x, int64_t stride, const char *cosine, const char *sine, int64_t rows, int64_t heads, int64_t dim,
+            int64_t rotary, int64_t threads)
+{
+    const long size = 4 / storage;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * heads * dim > 8192)
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            char *head = x + (r * stride + h * dim) * size;
+            const char *c = cosine + r * rotary * size, *s = sine + r * rotary * size;
+            if (storage == FLOAT32) rotate_head(FLOAT32, head, c, s, rotary / 2);
+            else rotate_head(BFLOAT16, head, c, s, rotary / 2);
+        }
 }
 
 /* out = silu(gate) rounded, times up. */
