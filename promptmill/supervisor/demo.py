@@ -4,7 +4,7 @@ from promptmill.cli.client import Client
 from promptmill.core.events import EventType
 from promptmill.supervisor.report import Report
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 REQUEST = {
     "messages": [{"role": "user", "content": QUESTION}],
     "temperature": 0,

@@ -9,8 +9,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from batching.engines.torch.fuse import GELUTanh, JointMLP, RMSNorm, fuse, steady, unsteady
-from batching.engines.torch.linears import Packer
 from batching.engines.torch.native import load_native
+from batching.engines.torch.packer import Packer
 from tests.support.kernels import KERNELS_DIR
 
 pytestmark = pytest.mark.xdist_group("torch_engine")

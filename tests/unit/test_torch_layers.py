@@ -7,9 +7,9 @@ from torch import nn
 from batching.engines.torch import runner as runners
 from batching.engines.torch.fuse import fuse
 from batching.engines.torch.layers import DecoderLayer, fuse_layers
-from batching.engines.torch.linears import Packer
 from batching.engines.torch.loader import cache_argument, load_model
 from batching.engines.torch.native import load_native
+from batching.engines.torch.packer import Packer
 from batching.engines.torch.runner import load_runner
 from tests.support.kernels import KERNELS_DIR
 from tests.support.packed import run_packed, text
@@ -45,7 +45,7 @@ def test_the_layers_of_families_built_as_llama_are_replaced(family, native):
     wanted = model.config.num_hidden_layers if name in WHOLE else 0
     if name == "smollm3":  # every second of its layers knows no positions
         wanted //= 2
-    assert fuse_layers(model, native, Packer(), cache_argument(model)) == whole_layers(model) == wanted
+    assert fuse_layers(model, native, Packer(native), cache_argument(model)) == whole_layers(model) == wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,6 +60,22 @@ def test_whole_layers_give_the_bits_of_their_parts(name, dtype, tmp_path, monkey
     for (ids, logits), (wanted_ids, wanted) in zip(run_packed(whole, PROMPTS, 19), run_packed(parts, PROMPTS, 19), strict=True):
         assert ids == wanted_ids
         assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(WHOLE & set(FAMILIES)))
+def test_one_call_gives_the_bits_of_kernel_after_kernel(name, dtype, tmp_path, monkeypatch):
+    tiny_model(name, tmp_path)
+    runner = load_runner(tmp_path, card(tmp_path), cpu_options(tmp_path, rows=8, kernels="native", kernels_dir=KERNELS_DIR, dtype=dtype))
+    at_once = run_packed(runner, PROMPTS, 19)
+    calls = []
+    by_kernels = DecoderLayer.run_by_kernels
+    monkeypatch.setattr(DecoderLayer, "_plan", lambda *_: None)
+    monkeypatch.setattr(DecoderLayer, "run_by_kernels", lambda *arguments: calls.append(1) or by_kernels(*arguments))
+    for (ids, logits), (wanted_ids, wanted) in zip(at_once, run_packed(runner, PROMPTS, 19), strict=True):
+        assert ids == wanted_ids
+        assert torch.equal(logits, wanted)
+    assert calls
 
 
 class Scaled(nn.Module):
@@ -81,7 +97,7 @@ def test_a_layer_that_joins_its_parts_otherwise_is_left_alone(native, tmp_path):
     model = load_model(tmp_path, torch.float32, torch.device("cpu"))
     layers = model.get_decoder().layers
     layers[1] = Scaled(layers[1])
-    assert fuse_layers(model, native, Packer(), cache_argument(model)) == len(layers) - 1
+    assert fuse_layers(model, native, Packer(native), cache_argument(model)) == len(layers) - 1
     assert type(layers[1]) is Scaled
 
 
@@ -99,16 +115,6 @@ def test_rotary_positions_are_turned_as_transformers_does(native, dtype, rotary)
     got = x.clone().view(40, -1)
     native.rotate(got, 3, 64, cosine, sine)
     assert torch.equal(got.view(40, 5, 64), wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [20, 64, 1003])
-def test_a_norm_adds_first_what_it_is_told_to(native, dtype, width):
-    x, more = torch.randn(7, width).to(dtype), torch.randn(7, width).to(dtype)
-    weight, total = torch.randn(width).to(dtype), x + more
-    wanted = native.rms_norm(total, weight, 1e-5)
-    assert torch.equal(native.rms_norm(x, weight, 1e-5, more=more), wanted)
-    assert torch.equal(x, total)
 
 
 def test_parts_replaced_alone_are_not_replaced_again(native, tmp_path):

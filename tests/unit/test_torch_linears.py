@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from batching.engines.torch.linears import PackedLinear, Packer, join, steady_sizes
+from batching.engines.torch.linears import PackedLinear, steady_sizes
+from batching.engines.torch.packer import Packer, join
 
 
 def packed_of(linear):

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batching.engines.torch.linears import PackedLinear, join
+from batching.engines.torch.linears import Product
 from batching.engines.torch.native import Native
+from batching.engines.torch.packer import join
 from promptmill.core.logs import get_logger
 
 _log = get_logger(__name__)
@@ -160,6 +161,6 @@ def _is_activation(module: nn.Module) -> bool:
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether it holds a matrix to multiply by: torch picks the kernel for that by the number of rows."""
-    if isinstance(module, PackedLinear):
+    if isinstance(module, Product):
         return not module.steady
     return not isinstance(module, nn.Embedding) and any(weight.dim() > 1 for weight in module.parameters(recurse=False))

@@ -15,7 +15,7 @@ from torch import Tensor
 from batching.engines.torch.attention import Flavour, Span, Step
 from batching.engines.torch.gather import GatheredStep
 from batching.engines.torch.native import Native
-from batching.engines.torch.native.library import LANES, Tiles
+from batching.engines.torch.native.structures import LANES, LayerPlan, Tiles
 from batching.engines.torch.native.tiling import cut
 from batching.runner import BLOCK_TOKENS
 
@@ -101,10 +101,12 @@ class NativeKV(_Blocks):
         self._native = native
 
     def step(self, spans: Sequence[Span]) -> Step:
-        return _NativeStep(self.shape, self._keys, self._values, self._native, spans)
+        return NativeStep(self.shape, self._keys, self._values, self._native, spans)
 
 
-class _NativeStep:
+class NativeStep:
+    """A step that also runs whole layers."""
+
     def __init__(self, shape: KVShape, keys: Tensor, values: Tensor, native: Native, spans: Sequence[Span]):
         self._shape = shape
         self._blocks = keys.shape[1]
@@ -114,6 +116,7 @@ class _NativeStep:
         self._native = native
         self._spans = spans
         self._tiles: Tiles | None = None
+        self._room: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
         # Most families come in the pool's own number type; a norm in float32 may leave another.
@@ -123,11 +126,10 @@ class _NativeStep:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if sinks is not None:
             sinks = sinks.to(dtype)
-        if self._tiles is None or self._tiles.step.heads != query.shape[1]:
-            self._tiles = self._cut(query.shape[1], query.shape[2])
+        tiles = self._cut(query.shape[1], query.shape[2])
         scaling = flavour.scaling if flavour.scaling is not None else self._shape.key_dim**-0.5
         out = self._native.attend(
-            self._tiles,
+            tiles,
             self._keys + layer * self._key_bytes,
             self._values + layer * self._value_bytes,
             query,
@@ -140,12 +142,21 @@ class _NativeStep:
         )
         return out if given is dtype else out.to(given)
 
+    def run_layer(self, plan: LayerPlan, layer: int, x: Tensor, cosine: Tensor, sine: Tensor) -> None:
+        """Run a whole decoder layer over x [T, E] in place; cosine, sine [T, rotary]."""
+        if self._room is None:
+            self._room = self._native.layer_room(plan, x.shape[0])
+        keys, values = self._keys + layer * self._key_bytes, self._values + layer * self._value_bytes
+        self._native.decoder_layer(plan, self._cut(plan.heads, x.shape[0]), keys, values, x, cosine, sine, self._room)
+
     def _cut(self, heads: int, tokens: int) -> Tiles:
-        shape = self._shape
-        tile, table = cut(self._spans, heads // shape.heads)
-        if not 0 <= int(table.min(initial=0)) <= int(table.max(initial=0)) < self._blocks:
-            raise IndexError(f"a table names a block beyond the pool's {self._blocks}")
-        return self._native.tiles(shape.dtype, heads, shape.heads, shape.key_dim, shape.value_dim, tile, table, tokens)
+        if self._tiles is None or self._tiles.step.heads != heads:
+            shape = self._shape
+            tile, table = cut(self._spans, heads // shape.heads)
+            if not 0 <= int(table.min(initial=0)) <= int(table.max(initial=0)) < self._blocks:
+                raise IndexError(f"a table names a block beyond the pool's {self._blocks}")
+            self._tiles = self._native.tiles(shape.dtype, heads, shape.heads, shape.key_dim, shape.value_dim, tile, table, tokens)
+        return self._tiles
 
 
 class TorchKV(_Blocks):

@@ -1,8 +1,8 @@
-"""Whole decoder layers in few calls, where they are built as llama's.
+"""Whole decoder layers in one call, where they are built as llama's.
 
 Run by its parts such a layer makes some 25 calls of torch, each for a small tensor, and reads its input
-seven times. One that fits is replaced by one that makes ten: q, k and v from one product, gate and up
-from one, the rest by the C kernels on what these leave.
+seven times. One that fits is replaced: q, k and v are one product, gate and up another, and where our own
+kernels do all its products, the layer is one call (native/layer.c); else some ten.
 
 As in fuse.py no family is asked for by name. The parts must be there and nothing else; how the layer
 attends is seen in a pass through the model; and for each kind of layer the replacement must give the very
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from batching.engines.torch.attention import Flavour, Span, Step, attending, current_step
 from batching.engines.torch.fit import kv_shape, run_packed
 from batching.engines.torch.fuse import JointMLP, RMSNorm, fuse
-from batching.engines.torch.kv import NativeKV
-from batching.engines.torch.linears import Packer, Unpackable, join
+from batching.engines.torch.kv import NativeKV, NativeStep
 from batching.engines.torch.native import Native
+from batching.engines.torch.native.structures import LayerPlan
+from batching.engines.torch.packer import Packer, Unpackable, join
+from batching.engines.torch.products import NativeProduct
 from promptmill.core.logs import get_logger
 
 _log = get_logger(__name__)
@@ -48,7 +50,7 @@ class DecoderLayer(nn.Module):
         if joint is None:
             raise _Misfit
         self.qkv_proj, self.o_proj = packer.pack(joint), packer.pack(attention.o_proj)
-        self.gate_up_proj, self.down_proj = packer.pack(mlp.gate_up_proj), packer.pack(mlp.down_proj)
+        self.gate, self.down_proj = packer.pack_gate(mlp.gate_up_proj, native), packer.pack(mlp.down_proj)
         self.layer_idx = int(attention.layer_idx)
         self.head_dim = int(attention.head_dim)
         self.heads = self.o_proj.in_features // self.head_dim
@@ -59,29 +61,59 @@ class DecoderLayer(nn.Module):
             if hasattr(plain, name):
                 setattr(self, name, getattr(plain, name))
         self._native, self._flavour = native, flavour
+        self._plans: dict[int, LayerPlan | None] = {}  # by how many values of a head turn
 
     def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any) -> Tensor:
         """hidden_states [1, T, E], changed in place."""
-        native, tokens = self._native, hidden_states.shape[1]
-        x = hidden_states[0]
-        qkv = self.qkv_proj.product(self.input_norm(x))
-        attended = self._attend(qkv, *position_embeddings)
-        out = self.o_proj.product(attended.view(tokens, -1))
-        norm = self.post_norm
-        joint = self.gate_up_proj.product(native.rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus, more=out))
-        half = joint.shape[1] // 2
-        x += self.down_proj.product(native.silu_mul(joint[:, :half], joint[:, half:]))
+        x, step, (cosine, sine) = hidden_states[0], current_step(), position_embeddings
+        plan = self._plan(cosine.shape[-1]) if isinstance(step, NativeStep) else None
+        if plan is not None and isinstance(step, NativeStep):
+            step.run_layer(plan, self.layer_idx, x, cosine[0], sine[0])
+        else:
+            self.run_by_kernels(x, step, cosine[0], sine[0])
         return hidden_states
 
-    def _attend(self, qkv: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def run_by_kernels(self, x: Tensor, step: Step, cosine: Tensor, sine: Tensor) -> None:
+        """The same, one kernel after the other."""
+        attended = self._attend(self.qkv_proj.product(self.input_norm(x)), step, cosine, sine)
+        self.o_proj.product(attended.view(len(x), -1), into=x)
+        self.down_proj.product(self.gate.product(self.post_norm(x)), into=x)
+
+    def _plan(self, rotary: int) -> LayerPlan | None:
+        """None: not all products are our own."""
+        if rotary not in self._plans:
+            self._plans[rotary] = self._make_plan(rotary)
+        return self._plans[rotary]
+
+    def _make_plan(self, rotary: int) -> LayerPlan | None:
+        products = (self.qkv_proj, self.o_proj, self.gate, self.down_proj)
+        norms = [norm for norm in (self.input_norm, self.post_norm, self.query_norm, self.key_norm) if norm is not None]
+        own = [product.weights for product in products if isinstance(product, NativeProduct)]
+        if len(own) < len(products) or len({norm.one_plus for norm in norms}) != 1:
+            return None
+        heads = (self.query_norm, self.key_norm)
+        return self._native.layer(
+            own,
+            [self.input_norm.weight, self.post_norm.weight, *(None if norm is None else norm.weight for norm in heads)],
+            [self.input_norm.eps, self.post_norm.eps, *(0.0 if norm is None else norm.eps for norm in heads)],
+            one_plus=norms[0].one_plus,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            rotary=rotary,
+            scaling=self._flavour.scaling if self._flavour.scaling is not None else self.head_dim**-0.5,
+            window=self._flavour.window,
+            softcap=self._flavour.softcap,
+        )
+
+    def _attend(self, qkv: Tensor, step: Step, cosine: Tensor, sine: Tensor) -> Tensor:
         tokens, dim = qkv.shape[0], self.head_dim
         all_heads = qkv.view(tokens, -1, dim)
         if self.query_norm is not None and self.key_norm is not None:
             all_heads[:, : self.heads] = self.query_norm(all_heads[:, : self.heads])
             all_heads[:, self.heads : -self.kv_heads] = self.key_norm(all_heads[:, self.heads : -self.kv_heads])
-        self._native.rotate(qkv, self.heads + self.kv_heads, dim, cosine[0], sine[0])
+        self._native.rotate(qkv, self.heads + self.kv_heads, dim, cosine, sine)
         query, key, value = all_heads.transpose(0, 1)[None].split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return current_step().attend(self.layer_idx, query, key, value, self._flavour)
+        return step.attend(self.layer_idx, query, key, value, self._flavour)
 
 
 class _Misfit(Exception):

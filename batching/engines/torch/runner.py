@@ -14,9 +14,9 @@ from batching.engines.torch.fit import kv_shape, run_packed
 from batching.engines.torch.fuse import fuse, unsteady
 from batching.engines.torch.kv import block_bytes, create_pool
 from batching.engines.torch.layers import fuse_layers
-from batching.engines.torch.linears import Packer, Unpackable
 from batching.engines.torch.loader import cache_argument, load_model
 from batching.engines.torch.native import Native, load_native
+from batching.engines.torch.packer import Packer, Unpackable
 from batching.engines.torch.sampler import sample, score
 from batching.engines.torch.selfcheck import is_batch_invariant
 from batching.options import EngineOptions
@@ -152,13 +152,13 @@ def load_runner(folder: Path, card: ModelCard, options: EngineOptions) -> TorchR
     return runner
 
 
-def _replace(model: nn.Module, native: Native | None) -> tuple[list[str], bool]:
+def _replace(model: Any, native: Native | None) -> tuple[list[str], bool]:
     """Put kernels and packed products into the model: what was fused, and whether its linear layers are packed."""
-    packer = Packer()
+    packer = Packer(native)
     try:
         layers = fuse_layers(model, native, packer, cache_argument(model)) if native is not None else 0
         fused = ([f"DecoderLayer x {layers}"] if layers else []) + (fuse(model, native) if native is not None else [])
-        packer.pack_all(model)
+        packer.pack_all(model, model.get_output_embeddings())
     except Unpackable as error:
         _log.warning("packed_linears_unavailable", reason=str(error))
         return fused, False

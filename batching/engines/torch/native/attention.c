@@ -13,33 +13,11 @@
  * Key words are padded with zeros to whole pairs, value lanes to a multiple of 16 with anything (never read out).
  * Keys past a row's length may be what an earlier owner left, NaN included. A lane of a panel is one key, so such
  * scores are chosen away; values enter sums by their words, so the half of a pair that is not seen is cut to 0. */
-#include "vector.h"
-#include <omp.h>
+#include "kernels.h"
 
 #define BLOCK 64
 #define PANELS (BLOCK / LANES)
 #define TOGETHER 4 /* queries in registers at once */
-
-/* One step; mirrored in library.py. */
-typedef struct {
-    int64_t storage, heads, kv_heads, key_dim, value_dim;
-    int64_t threads, scratch_bytes; /* for each thread */
-    void *scratch;
-    int64_t tiles;
-    const int64_t *tile;  /* [tiles][4]: where the row's table begins, position, packed index and count of the tokens */
-    const int64_t *table; /* the tables of all rows, one after the other */
-} Step;
-
-/* One call. Strides in values, from head to head and from token to token. */
-typedef struct {
-    const char *query, *key, *value;
-    char *out; /* [tokens][heads][value_dim] */
-    int64_t query_head, query_token, key_head, key_token, value_head, value_token;
-    uint32_t *keys, *values; /* this layer's blocks */
-    float scaling, softcap;  /* softcap 0: none */
-    int64_t window;          /* 0: all */
-    const void *sinks;       /* [heads] or NULL */
-} Layer;
 
 typedef struct {
     uint32_t *words; /* the query vector */
@@ -52,19 +30,6 @@ INLINE long key_words(const int storage, const Step *s) { return (s->key_dim + s
 INLINE long value_lanes(const Step *s) { return (s->value_dim + LANES - 1) / LANES * LANES; }
 INLINE long at_least(long a, long b) { return a > b ? a : b; }
 INLINE long at_most(long a, long b) { return a < b ? a : b; }
-
-/* sum + a * b, word by word. A pair is added low half first; AVX512-BF16 does it in one instruction, in its own order. */
-INLINE f16x add_product(const int storage, f16x sum, u16x a, u16x b)
-{
-    if (storage == FLOAT32) return fma16((f16x)a, (f16x)b, sum);
-#if defined(__AVX512BF16__)
-    return (f16x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    const u16x high = splat_word(0xffff0000);
-    sum = fma16((f16x)(a << 16), (f16x)(b << 16), sum);
-    return fma16((f16x)(a & high), (f16x)(b & high), sum);
-#endif
-}
 
 /* The one product of this file. For m queries and w <= 2 vectors: sum[q][v] += factor[q][i] * (vector v of row i of
  * matrix), rows from .. to - 1 in order. The vectors of a row are `apart` words apart, the rows `stride` words. */
@@ -85,7 +50,7 @@ INLINE void multiply(const int storage, const int m, const int w, f16x sum[TOGET
 }
 
 /* Turns a query's scores of one block into weights, and brings its softmax up to date. */
-INLINE void weigh(const int storage, const Step *s, const Layer *l, Query *q, f16x score[PANELS], long from, long to, uint32_t *weight)
+INLINE void weigh(const int storage, const Step *s, const Attention *l, Query *q, f16x score[PANELS], long from, long to, uint32_t *weight)
 {
     const i16x lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f16x best = splat(-INFINITY), sum = splat(0.0f);
@@ -164,8 +129,14 @@ INLINE void add_values(const int storage, const int m, const int w, Query *query
     }
 }
 
+/* Asks for memory that is read soon. Blocks lie anywhere, so the processor cannot guess where the next begins. */
+INLINE void ask(const void *from, long bytes)
+{
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
+}
+
 /* m queries against one block that begins at position `start`. */
-INLINE void attend_block(const int storage, const int m, const Step *s, const Layer *l, Query *query, const uint32_t *keys,
+INLINE void attend_block(const int storage, const int m, const Step *s, const Attention *l, Query *query, const uint32_t *keys,
                          const uint32_t *values, long start)
 {
     const long depth = key_words(storage, s), lanes = value_lanes(s);
@@ -195,7 +166,7 @@ INLINE void attend_block(const int storage, const int m, const Step *s, const La
 }
 
 /* A tile of tokens of one row against one kv head: its group of query heads for each token. */
-INLINE void attend_tile(const int storage, const Step *s, const Layer *l, const int64_t *tile, long kv_head, char *scratch)
+INLINE void attend_tile(const int storage, const Step *s, const Attention *l, const int64_t *tile, long kv_head, char *scratch)
 {
     const long group = s->heads / s->kv_heads, size = 4 / storage, depth = key_words(storage, s), lanes = value_lanes(s);
     const long count = tile[3] * group, position = tile[1];
@@ -219,6 +190,10 @@ INLINE void attend_tile(const int storage, const Step *s, const Layer *l, const 
     for (long block = query[0].from / BLOCK; block * BLOCK < query[count - 1].to; block++) {
         long place = table[block] * s->kv_heads + kv_head;
         const uint32_t *keys = l->keys + place * BLOCK * depth, *values = l->values + place * (BLOCK / storage) * lanes;
+        const long left = at_most(query[count - 1].to - block * BLOCK, BLOCK);
+        ask(values, (left + storage - 1) / storage * lanes * 4);
+        if ((block + 1) * BLOCK < query[count - 1].to)
+            ask(l->keys + (table[block + 1] * s->kv_heads + kv_head) * BLOCK * depth, BLOCK * depth * 4);
         for (long n = 0; n < count; n += TOGETHER) {
             switch (at_most(count - n, TOGETHER)) {
             case 1: attend_block(storage, 1, s, l, query + n, keys, values, block * BLOCK); break;
@@ -241,7 +216,7 @@ INLINE void attend_tile(const int storage, const Step *s, const Layer *l, const 
 }
 
 /* Puts the new keys and values of a tile's tokens into their blocks. */
-INLINE void write_tile(const int storage, const Step *s, const Layer *l, const int64_t *tile, long kv_head)
+INLINE void write_tile(const int storage, const Step *s, const Attention *l, const int64_t *tile, long kv_head)
 {
     const long size = 4 / storage, depth = key_words(storage, s), lanes = value_lanes(s);
     for (long t = 0; t < tile[3]; t++) {
@@ -261,11 +236,11 @@ INLINE void write_tile(const int storage, const Step *s, const Layer *l, const i
     }
 }
 
-static __attribute__((noinline)) void attend_float32(const Step *s, const Layer *l, const int64_t *tile, long kv_head, char *scratch)
+static __attribute__((noinline)) void attend_float32(const Step *s, const Attention *l, const int64_t *tile, long kv_head, char *scratch)
 {
     attend_tile(FLOAT32, s, l, tile, kv_head, scratch);
 }
-static __attribute__((noinline)) void attend_bfloat16(const Step *s, const Layer *l, const int64_t *tile, long kv_head, char *scratch)
+static __attribute__((noinline)) void attend_bfloat16(const Step *s, const Attention *l, const int64_t *tile, long kv_head, char *scratch)
 {
     attend_tile(BFLOAT16, s, l, tile, kv_head, scratch);
 }
@@ -277,28 +252,31 @@ int64_t attend_scratch_bytes(const Step *s, int64_t queries)
     return (queries * each + 63) / 64 * 64;
 }
 
+void attend_share(const Step *s, const Attention *a)
+{
+    const long work = s->tiles * s->kv_heads;
+    char *scratch = (char *)s->scratch + omp_get_thread_num() * s->scratch_bytes;
+#pragma omp for schedule(static)
+    for (long n = 0; n < work; n++) {
+        const int64_t *tile = s->tile + n / s->kv_heads * 4;
+        if (s->storage == FLOAT32) write_tile(FLOAT32, s, a, tile, n % s->kv_heads);
+        else write_tile(BFLOAT16, s, a, tile, n % s->kv_heads);
+    }
+    /* The barrier between the loops: a tile reads what other tiles of its row have written. */
+#pragma omp for schedule(dynamic, 1)
+    for (long n = 0; n < work; n++) {
+        const int64_t *tile = s->tile + n / s->kv_heads * 4;
+        if (s->storage == FLOAT32) attend_float32(s, a, tile, n % s->kv_heads, scratch);
+        else attend_bfloat16(s, a, tile, n % s->kv_heads, scratch);
+    }
+}
+
 void attend(const Step *s, uint32_t *keys, uint32_t *values, const char *query, int64_t query_head, int64_t query_token, const char *key,
             int64_t key_head, int64_t key_token, const char *value, int64_t value_head, int64_t value_token, char *out, float scaling,
             float softcap, int64_t window, const void *sinks)
 {
-    const Layer layer = {query,      key,        value,       out,  query_head, query_token, key_head, key_token,
+    const Attention a = {query,      key,        value,       out,  query_head, query_token, key_head, key_token,
                          value_head, value_token, keys, values, scaling, softcap, window, sinks};
-    const long work = s->tiles * s->kv_heads;
-#pragma omp parallel num_threads(s->threads) if (s->threads > 1 && work > 1)
-    {
-        char *scratch = (char *)s->scratch + omp_get_thread_num() * s->scratch_bytes;
-#pragma omp for schedule(static)
-        for (long n = 0; n < work; n++) {
-            const int64_t *tile = s->tile + n / s->kv_heads * 4;
-            if (s->storage == FLOAT32) write_tile(FLOAT32, s, &layer, tile, n % s->kv_heads);
-            else write_tile(BFLOAT16, s, &layer, tile, n % s->kv_heads);
-        }
-        /* The barrier between the loops: a tile reads what other tiles of its row have written. */
-#pragma omp for schedule(dynamic, 1)
-        for (long n = 0; n < work; n++) {
-            const int64_t *tile = s->tile + n / s->kv_heads * 4;
-            if (s->storage == FLOAT32) attend_float32(s, &layer, tile, n % s->kv_heads, scratch);
-            else attend_bfloat16(s, &layer, tile, n % s->kv_heads, scratch);
-        }
-    }
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1 && s->tiles * s->kv_heads > 1)
+    attend_share(s, &a);
 }

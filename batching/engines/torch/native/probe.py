@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batching.engines.torch.native.library import LANES, Native
+from batching.engines.torch.native.library import Native
+from batching.engines.torch.native.structures import LANES
 
 _HEADS, _KV_HEADS, _DIM, _TOKENS, _BLOCK = 4, 2, 24, 70, 64
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}

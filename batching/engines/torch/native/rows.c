@@ -1,20 +1,14 @@
 /* Kernels over the rows of a matrix. A row's bits depend on the row alone. Strides in values; a row is contiguous. */
-#include "vector.h"
+#include "kernels.h"
 
 /* out = x / sqrt(mean(x^2) + eps), times weight, as the families of transformers do it:
- * llama: the quotient is rounded to the storage type, then multiplied; gemma (one_plus): float32 times 1 + weight.
- * With `more`, x += more first, rounded. */
-INLINE void norm_row(const int storage, void *x, const void *more, const void *weight, void *out, long width, float eps, int one_plus)
+ * llama: the quotient is rounded to the storage type, then multiplied; gemma (one_plus): float32 times 1 + weight. */
+INLINE void norm_row(const int storage, const void *x, const void *weight, void *out, long width, float eps, int one_plus)
 {
     f16x squares = splat(0.0f);
     long whole = width / LANES * LANES, rest = width - whole;
     for (long i = 0; i < width; i += LANES) {
         f16x v = i < whole ? load(storage, x, i) : load_end(storage, x, i, rest);
-        if (more) {
-            v = rounded(storage, v + (i < whole ? load(storage, more, i) : load_end(storage, more, i, rest)));
-            if (i < whole) store(storage, x, i, v);
-            else store_end(storage, x, i, rest, v);
-        }
         squares = fma16(v, v, squares);
     }
     f16x scale = splat(1.0f / sqrtf(sum_of(squares) / (float)width + eps));
@@ -27,18 +21,36 @@ INLINE void norm_row(const int storage, void *x, const void *more, const void *w
     }
 }
 
-/* `more`: contiguous rows, or NULL; with it x is contiguous too. */
-void rms_norm(int64_t storage, char *x, int64_t stride, const char *more, const char *weight, char *out, int64_t rows, int64_t width,
-              float eps, int64_t one_plus, int64_t threads)
+void norm_share(int storage, const char *x, long stride, const char *weight, char *out, long rows, long width, float eps, int one_plus)
 {
     const long size = 4 / storage;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * width > 8192)
+#pragma omp for schedule(static)
     for (long r = 0; r < rows; r++) {
-        char *row = x + r * stride * size, *to = out + r * width * size;
-        const char *add = more ? more + r * width * size : NULL;
-        if (storage == FLOAT32) norm_row(FLOAT32, row, add, weight, to, width, eps, one_plus);
-        else norm_row(BFLOAT16, row, add, weight, to, width, eps, one_plus);
+        const char *row = x + r * stride * size;
+        char *to = out + r * width * size;
+        if (storage == FLOAT32) norm_row(FLOAT32, row, weight, to, width, eps, one_plus);
+        else norm_row(BFLOAT16, row, weight, to, width, eps, one_plus);
     }
+}
+
+/* The first `heads` heads of `dim` values of each row, each for itself, in place. */
+void head_norm_share(int storage, char *x, long stride, const char *weight, long rows, long heads, long dim, float eps, int one_plus)
+{
+    const long size = 4 / storage;
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            char *head = x + (r * stride + h * dim) * size;
+            if (storage == FLOAT32) norm_row(FLOAT32, head, weight, head, dim, eps, one_plus);
+            else norm_row(BFLOAT16, head, weight, head, dim, eps, one_plus);
+        }
+}
+
+void rms_norm(int64_t storage, const char *x, int64_t stride, const char *weight, char *out, int64_t rows, int64_t width, float eps,
+              int64_t one_plus, int64_t threads)
+{
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * width > 8192)
+    norm_share(storage, x, stride, weight, out, rows, width, eps, one_plus);
 }
 
 /* Rotary positions as transformers' apply_rotary_pos_emb: x * cos + rotate_half(x) * sin, each product rounded. */
@@ -58,11 +70,10 @@ INLINE void rotate_head(const int storage, void *x, const void *cosine, const vo
 }
 
 /* x: rows of `heads` heads of `dim` values, of which the first `rotary` turn; cosine, sine [rows][rotary]. */
-void rotate(int64_t storage, char *x, int64_t stride, const char *cosine, const char *sine, int64_t rows, int64_t heads, int64_t dim,
-            int64_t rotary, int64_t threads)
+void rotate_share(int storage, char *x, long stride, const char *cosine, const char *sine, long rows, long heads, long dim, long rotary)
 {
     const long size = 4 / storage;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * heads * dim > 8192)
+#pragma omp for schedule(static)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
             char *head = x + (r * stride + h * dim) * size;
@@ -72,10 +83,11 @@ void rotate(int64_t storage, char *x, int64_t stride, const char *cosine, const 
         }
 }
 
-/* out = silu(gate) rounded, times up. */
-INLINE f16x gated(const int storage, f16x gate, f16x up)
+void rotate(int64_t storage, char *x, int64_t stride, const char *cosine, const char *sine, int64_t rows, int64_t heads, int64_t dim,
+            int64_t rotary, int64_t threads)
 {
-    return rounded(storage, gate / (splat(1.0f) + exp16(-gate))) * up;
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * heads * dim > 8192)
+    rotate_share(storage, x, stride, cosine, sine, rows, heads, dim, rotary);
 }
 
 INLINE void silu_mul_row(const int storage, const void *gate, const void *up, void *out, long width)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from batching.engines.torch.attention import Span
-from batching.engines.torch.native.library import Integers
+from batching.engines.torch.native.structures import Integers
 from batching.runner import BLOCK_TOKENS
 
 _TOKENS = 16

@@ -159,4 +159,24 @@ INLINE void store_end(const int storage, void *array, long i, long count, f16x x
 /* What is left of x once it has been stored. */
 INLINE f16x rounded(const int storage, f16x x) { return storage == FLOAT32 ? x : widen(narrow(x)); }
 
+
+/* sum + a * b, word by word. A pair is added low half first; AVX512-BF16 does it in one instruction, in its own order. */
+INLINE f16x add_product(const int storage, f16x sum, u16x a, u16x b)
+{
+    if (storage == FLOAT32) return fma16((f16x)a, (f16x)b, sum);
+#if defined(__AVX512BF16__)
+    return (f16x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    const u16x high = splat_word(0xffff0000);
+    sum = fma16((f16x)(a << 16), (f16x)(b << 16), sum);
+    return fma16((f16x)(a & high), (f16x)(b & high), sum);
+#endif
+}
+
+/* silu(gate) rounded, times up. */
+INLINE f16x gated(const int storage, f16x gate, f16x up)
+{
+    return rounded(storage, gate / (splat(1.0f) + exp16(-gate))) * up;
+}
+
 #endif
