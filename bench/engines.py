@@ -31,12 +31,11 @@ def make_engine(folder: Path, **options: Any) -> BatchingEngine:
     return engine
 
 
-def gen_request(name: str, request: Request, folder: Path, **sampling: Any) -> GenRequest:
+def gen_request(name: str, request: Request, folder: Path, tenant: str = "default", **sampling: Any) -> GenRequest:
     """Exactly ``request.max_tokens`` tokens, greedy unless ``sampling`` says otherwise."""
     params = SamplingParams(**{"max_tokens": request.max_tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return GenRequest(
-        name, ModelCard.load(folder).name, tuple(request.prompt_ids), params, Priority(request.priority), SYSTEM_CLOCK.monotonic()
-    )
+    model, priority = ModelCard.load(folder).name, Priority(request.priority)
+    return GenRequest(name, model, tuple(request.prompt_ids), params, priority, SYSTEM_CLOCK.monotonic(), tenant)
 
 
 @dataclass

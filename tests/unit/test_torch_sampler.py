@@ -9,15 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batching.engines.torch.candidates import best, best_by_blocks, padded
-from batching.engines.torch.sampler import sample, score
+from batching.engines.torch.native import load_native
+from batching.engines.torch.sampler import sample as sample_with
+from batching.engines.torch.sampler import score
 from batching.grammar import GrammarError
 from batching.history import History
 from batching.runner import Draw, Drawn, RowError
 from promptmill.core.jobs import SamplingParams
 from tests.support import reference_sampler as reference
+from tests.support.kernels import KERNELS_DIR
 
 SIZES = [1, 2, 5, 31, 33, 40, 255, 256, 257, 700, 3001]
 INF = float("inf")
+
+
+class Using:
+    """The kernels that ``sample`` runs with."""
+
+    kernels = None
+
+
+def sample(logits, rows, draws):
+    return sample_with(logits, rows, draws, Using.kernels if logits.device.type == "cpu" else None)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"], autouse=True)
+def kernels(request):
+    Using.kernels = load_native(KERNELS_DIR) if request.param == "native" else None
+    assert (Using.kernels is not None) == (request.param == "native")
+    yield
+    Using.kernels = None
 
 
 @pytest.fixture(autouse=True)
@@ -282,15 +303,37 @@ def test_a_row_is_bit_for_bit_the_same_alone_and_beside_others(size, dtype, thre
     assert score(logits, list(range(13)), 4) == [score(logits[row : row + 1], [row], 4)[0] for row in range(13)]
 
 
-def test_a_kernel_for_the_best_id_changes_nothing():
-    def kernel(logits):
-        best_value, ids = logits.max(-1)
-        return torch.where(best_value < INF, ids, -1)  # neither NaN nor +inf is below it
-
-    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_change_nothing(dtype):
+    native = load_native(KERNELS_DIR)
+    assert native is not None
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3)).to(dtype) * 4
     logits[1, 7], logits[2, 9], logits[3] = float("nan"), INF, -INF
-    items = [draw(temperature=0.0)] * 6 + [draw(seed=3)] * 6
-    assert sample(logits, [*range(6)] * 2, items, kernel) == sample(logits, [*range(6)] * 2, items)
+    items = [draw(temperature=0.0)] * 6 + [draw(seed=3)] * 6 + [draw(seed=4, top_k=5, banned=[3])] * 6 + [draw(seed=5, top_p=0.3)] * 6
+    assert sample_with(logits, [*range(6)] * 4, items, native) == sample_with(logits, [*range(6)] * 4, items)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kernels_shortlist_is_in_exact_order(size, dtype):
+    """Ties, negative zeros and impossible tokens included."""
+    native = load_native(KERNELS_DIR)
+    assert native is not None
+    generator = torch.Generator().manual_seed(size)
+    logits = (torch.randn(5, size, generator=generator) * 2).round(decimals=1).to(dtype)
+    logits[1] = -0.0
+    logits[1, ::2] = 0.0
+    logits[2, ::3] = -INF
+    logits[3] = -INF
+    for count in {1, min(size, 7), min(size, 256), size}:
+        values, ids, mass = native.shortlist(logits, count, [0.7, 0.0, 1.5, 1.0, 0.01])
+        for row in range(5):
+            assert ids[row].tolist() == reference.in_order(logits[row].float().numpy())[:count]
+            assert torch.equal(values[row], logits[row].float()[ids[row]])
+        for row, temperature in ((0, 0.7), (2, 1.5), (4, 0.01)):
+            if (best_value := logits[row].max()) > -INF:
+                wanted = ((logits[row].double() - best_value.double()) / temperature).exp().sum()
+                assert float(mass[row]) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_choices_of_one_row_draw_on_their_own():

@@ -70,7 +70,10 @@ def _check_names(config: dict[str, Any], weights: dict[str, torch.Tensor], path:
 
 def _tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and the fields of tokenizer_config.json, among them ``chat_template``."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+    except ImportError as error:
+        raise ConfigError("GGUF files need transformers 5.23 or newer") from error
 
     try:
         architecture, parts, names = get_gguf_tokenizer(str(path))

@@ -28,6 +28,7 @@ def replace_attention(model: Any, cache_argument: str) -> None:
     text = torch.arange(_LENGTH) * 7919 % config.vocab_size  # a prime
     try:
         with torch.inference_mode():
+            model.set_attn_implementation("eager")  # others may leave a softcap out, as transformers 5.17's sdpa does
             own = model(input_ids=text[None].to(model.device), use_cache=False).logits[0]
             model.set_attn_implementation(NAME)
             if config._attn_implementation != NAME:

@@ -56,7 +56,7 @@ class TorchRunner:
         self.rows = rows
         self.caps = Capabilities()
         self._model = model
-        self._argmax = native.argmax if native is not None else None
+        self._kernels = native
         self._cache_argument = cache_argument(model)
         shape = kv_shape(model, self._cache_argument)
         self.block_bytes = block_bytes(shape, native)
@@ -72,7 +72,7 @@ class TorchRunner:
         try:
             with torch.inference_mode():  # thread-local, so entered here and not once
                 logits = self.logits(rows)
-                return _results(logits, rows, self._argmax)
+                return _results(logits, rows, self._kernels)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(str(error)) from error
         except RuntimeError as error:
@@ -187,7 +187,7 @@ def _blocks(budget: int, block_bytes: int, context_length: int, rows: int) -> in
     return blocks
 
 
-def _results(logits: Tensor, rows: Sequence[RowWork], argmax: Any) -> list[RowResult]:
+def _results(logits: Tensor, rows: Sequence[RowWork], kernels: Native | None) -> list[RowResult]:
     """From the logits that ``TorchRunner.logits`` gives to what each row asked for."""
     draws: list[Draw] = []
     sources: list[int] = []  # the row of ``logits`` that each draw is from
@@ -203,7 +203,7 @@ def _results(logits: Tensor, rows: Sequence[RowWork], argmax: Any) -> list[RowRe
         draws.extend(row.draws)
         sources.extend([end - 1] * len(row.draws))
         begin = end
-    drawn = iter(sample(logits, sources, draws, argmax) if draws else ())
+    drawn = iter(sample(logits, sources, draws, kernels) if draws else ())
     return [_result([next(drawn) for _ in row.draws], scores) for row, scores in zip(rows, scored, strict=True)]
 
 

@@ -18,12 +18,14 @@ The definition; logits are the model's own, cast to float32:
 
 Beam search takes the best tokens after step 7, with log_softmax of the logits there.
 
-Steps up to 7 run on the logits' device over many rows at once. Then only the CANDIDATES best of each row
-come to the host, all in one transfer; a draw that may reach beyond them (a flat distribution, a top_k above
-CANDIDATES) sorts the row's whole vocabulary there.
+Steps up to 7 run on the logits' device over many rows at once, on a copy; rows that none of them touches are
+read where they are. Then only the CANDIDATES best of each row come to the host, all in one transfer; a draw
+that may reach beyond them (a flat distribution, a top_k above CANDIDATES) sorts the row's whole vocabulary there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -44,21 +46,28 @@ DEAD_END = RowError("grammar_dead_end", "the grammar allows no token that the mo
 NOTHING_ALLOWED = RowError("no_token_allowed", "min_tokens and ignore_eos leave no token that the model can give here")
 TOO_GREAT = RowError("non_finite_logits", "the penalties of this request lead beyond the numbers that there are")
 
-Argmax = Callable[[Tensor], Tensor]
+
+class Kernels(Protocol):
+    """Faster ways on a CPU."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """logits [rows, vocabulary] -> [rows]: the first id of the greatest value, -1 where a row holds NaN or +inf."""
+
+    def shortlist(self, logits: Tensor, count: int, temperatures: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of each row, values and ids [rows, count], and its mass [rows] at a temperature > 0."""
 
 
-def sample(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], argmax: Argmax | None = None) -> list[Drawn | RowError]:
-    """One result per draw, from row ``rows[i]`` of ``logits`` [any, vocabulary]; several may draw from one.
-
-    ``argmax``: a kernel from [rows, vocabulary] to the first id of each row's greatest value, -1 where the
-    row holds NaN or +inf.
-    """
+def sample(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], kernels: Kernels | None = None) -> list[Drawn | RowError]:
+    """One result per draw, from row ``rows[i]`` of ``logits`` [any, vocabulary]; several may draw from one."""
     logits = pick_rows(logits, rows)
-    first, greatest = _first_best(logits, argmax)
+    first, greatest = _first_best(logits, kernels)
     results = [_plain(token, value) for token, value in zip(*fetch(first, greatest), strict=True)]
     picky = [place for place, draw in enumerate(draws) if isinstance(results[place], Drawn) and not _is_plain(draw)]
-    for places in slices(picky, logits.device):
-        batch = _Batch(padded(logits, places), logits.shape[1], [draws[place] for place in places])
+    as_they_are = [place for place in picky if kernels is not None and not _is_changed(draws[place])]
+    batches = [(as_they_are, pick_rows(logits, as_they_are))] if as_they_are else []
+    changed = slices(sorted(set(picky).difference(as_they_are)), logits.device)
+    for places, copy in chain(batches, ((places, padded(logits, places)) for places in changed)):
+        batch = _Batch(copy, logits.shape[1], [draws[place] for place in places], kernels)
         for place, result in zip(places, batch.results(), strict=True):
             results[place] = result
     return results
@@ -66,17 +75,22 @@ def sample(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], argmax: A
 
 def _is_plain(draw: Draw) -> bool:
     """Whether the draw is the first of the model's own best and nothing more."""
+    return draw.sampling.greedy and not draw.candidates and not _is_changed(draw)
+
+
+def _is_changed(draw: Draw) -> bool:
+    """Whether the draw needs a copy of the logits, to change them or to take logprobs of all."""
     sampling = draw.sampling
-    changed = draw.banned or draw.mask or sampling.logit_bias or (sampling.penalised and draw.history is not None)
-    return sampling.greedy and sampling.logprobs is None and not draw.candidates and not changed
+    penalised = sampling.penalised and draw.history is not None
+    return bool(draw.banned or draw.mask or draw.candidates or sampling.logit_bias or penalised or sampling.logprobs is not None)
 
 
-def _first_best(logits: Tensor, argmax: Argmax | None) -> tuple[Tensor, Tensor]:
+def _first_best(logits: Tensor, kernels: Kernels | None) -> tuple[Tensor, Tensor]:
     """Of each row the first id of the greatest value, and that value: not finite where the row is bad."""
-    if argmax is None:
+    if kernels is None:
         greatest, ids = logits.max(-1)  # of equal values the first; a NaN wins over all
         return ids, greatest
-    ids = argmax(logits)
+    ids = kernels.argmax(logits)
     greatest = logits.gather(1, ids.clamp_min(0)[:, None])[:, 0]
     return ids, greatest.masked_fill(ids < 0, float("nan"))
 
@@ -86,10 +100,12 @@ def _plain(token: float, value: float) -> Drawn | RowError:
 
 
 class _Batch:
-    """Draws that need more than the first of the best. ``logits``: ``padded``, one row per draw; ``size``: the vocabulary."""
+    """Draws that need more than the first of the best. ``logits``: one row per draw, ``padded`` unless no draw changes
+    them and there are kernels; ``size``: the vocabulary."""
 
-    def __init__(self, logits: Tensor, size: int, draws: Sequence[Draw]):
+    def __init__(self, logits: Tensor, size: int, draws: Sequence[Draw], kernels: Kernels | None):
         self._logits = logits
+        self._kernels = kernels
         self._size = size
         self._draws = draws
         tops = {row: min(draw.sampling.logprobs, size) for row, draw in enumerate(draws) if draw.sampling.logprobs is not None}
@@ -128,12 +144,16 @@ class _Batch:
 
     def _shortlist(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The best logits and their ids, masses of open rows, logprobs of beams."""
-        logits = self._logits
-        top, ids = best(logits, max(self._lengths))
-        mass = logits.new_ones(0)
-        if self._open:
-            heat = [self._draws[row].sampling.temperature for row in self._open]
-            mass = masses(logits, self._open, pick_rows(top, self._open)[:, 0], heat)
+        logits, count = self._logits, max(self._lengths)
+        heat = {row: self._draws[row].sampling.temperature for row in self._open}
+        if self._kernels is not None:
+            top, ids, mass = self._kernels.shortlist(logits, count, [heat.get(row, 0.0) for row in range(len(self._draws))])
+            mass = pick_rows(mass, self._open)
+        else:
+            top, ids = best(logits, count)
+            mass = logits.new_ones(0)
+            if heat:
+                mass = masses(logits, self._open, pick_rows(top, self._open)[:, 0], list(heat.values()))
         logprobs = logits.new_ones(0)
         if self._beams:
             logprobs = pick_rows(logits, self._beams).log_softmax(-1).gather(1, pick_rows(ids, self._beams))
@@ -151,7 +171,7 @@ class _Batch:
         """Draw from the whole vocabulary."""
         if not rows:
             return
-        for row, logits in zip(rows, pick_rows(self._logits, rows).cpu(), strict=True):
+        for row, logits in zip(rows, pick_rows(self._logits, rows).float().cpu(), strict=True):
             draw = self._draws[row]
             values, ids = ordered(logits[: self._size])
             place = pick(values[: draw.sampling.top_k or None], None, draw.sampling, _u(draw))

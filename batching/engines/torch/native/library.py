@@ -39,6 +39,7 @@ class Native:
             self._rms_norm, self._rotate = library.rms_norm, library.rotate
             self._silu_mul, self._argmax = library.silu_mul, library.argmax
             self._pack, self._product = library.pack, library.product
+            self._shortlist, self._shortlist_bytes = library.shortlist, library.shortlist_bytes
             self._is_fast, self._has_amx = library.product_is_fast, library.product_amx
             self._layer, self._layer_bytes = library.decoder_layer, library.decoder_layer_bytes
         except AttributeError as error:
@@ -54,6 +55,8 @@ class Native:
         self._product.argtypes = [POINTER(ProductStructure), p, p, i, i]
         for function in (self._attend, self._rms_norm, self._rotate, self._silu_mul, self._argmax, self._pack, self._product):
             function.restype = None
+        self._shortlist.argtypes, self._shortlist.restype = [i, p, i, i, i, i, p, p, p, p, p, i], None
+        self._shortlist_bytes.argtypes, self._shortlist_bytes.restype = [i], i
         self._is_fast.argtypes, self._is_fast.restype = [i], i
         self._has_amx.argtypes, self._has_amx.restype = [], i
         self.amx = bool(self._has_amx())
@@ -256,6 +259,23 @@ class Native:
             out.data_ptr(), scaling, softcap or 0.0, window or 0, None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         return out
+
+    def shortlist(self, logits: Tensor, count: int, temperatures: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+        """The ``count`` best of each row of logits [rows, V], by (logit descending, id ascending): values in float32 and ids,
+        both [rows, count]; -inf behind the finite ones. And of rows with a temperature > 0 the mass of all tokens, the sum of
+        exp((logit - greatest) / temperature), float64 [rows]; else 0. Rows hold no NaN."""
+        rows, width = logits.shape
+        if not 0 < count <= width or len(temperatures) != rows:
+            raise ValueError(f"the best {count} of {width} for {len(temperatures)} temperatures of {rows} rows")
+        values, ids = torch.empty(rows, count, dtype=torch.float32), torch.empty(rows, count, dtype=torch.int64)
+        heat, mass = torch.tensor(temperatures, dtype=torch.float32), torch.empty(rows, dtype=torch.float64)
+        threads = torch.get_num_threads()
+        scratch = torch.empty(threads * self._shortlist_bytes(width), dtype=torch.uint8)
+        self._shortlist(
+            _storage(logits, logits), logits.data_ptr(), _row_stride(logits), rows, width, count, heat.data_ptr(), values.data_ptr(),
+            ids.data_ptr(), mass.data_ptr(), scratch.data_ptr(), threads,
+        )  # fmt: skip
+        return values, ids, mass
 
 
 def _storage(first: Tensor, second: Tensor) -> int:

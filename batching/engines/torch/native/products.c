@@ -23,7 +23,7 @@
 
 /* What becomes of one row's 32 sums: rounded and stored; added to what is there; multiplied, where a panel holds 16 gates
  * and the 16 values that they gate: 16 outputs; or stored in float32 (WIDE). */
-INLINE void finish(const int storage, const Product *p, const Operands *o, long row, long panel, f16x first, f16x second)
+INLINE void finish_as(const int storage, const Product *p, const Operands *o, long row, long panel, f16x first, f16x second)
 {
     const int stored = p->ending == WIDE ? FLOAT32 : storage;
     const long size = 4 / stored, width = p->ending == GATE ? LANES : OUTPUTS;
@@ -44,6 +44,12 @@ INLINE void finish(const int storage, const Product *p, const Operands *o, long 
         if (whole) store(stored, out, begin, y[v]);
         else store_end(stored, out, begin, here, y[v]);
     }
+}
+
+static __attribute__((noinline)) void finish(const Product *p, const Operands *o, long row, long panel, f16x first, f16x second)
+{
+    if (p->storage == FLOAT32) finish_as(FLOAT32, p, o, row, panel, first, second);
+    else finish_as(BFLOAT16, p, o, row, panel, first, second);
 }
 
 INLINE void ask(const uint32_t *weight, long lines)
@@ -73,7 +79,7 @@ INLINE void multiply_rows(const int storage, const int m, const Product *p, cons
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < m; r++) finish(storage, p, o, row + r, panel, sum[r][0], sum[r][1]);
+    for (int r = 0; r < m; r++) finish(p, o, row + r, panel, sum[r][0], sum[r][1]);
 }
 
 #define CASE(m) \
@@ -168,7 +174,7 @@ INLINE void multiply_tiles(const int both, const Product *p, const Operands *o, 
     }
     for (long r = done; r < rows; r++) {
         float(*pair)[TILE][LANES] = sum + r / TILE * 2;
-        finish(BFLOAT16, p, o, row + r, panel, *(f16x *)pair[0][r % TILE], *(f16x *)pair[1][r % TILE]);
+        finish(p, o, row + r, panel, *(f16x *)pair[0][r % TILE], *(f16x *)pair[1][r % TILE]);
     }
 }
 
